@@ -13,8 +13,7 @@ import pyarrow as pa
 from torch import Tensor
 
 from kiloword.apps.audit.labels import wrong_labels
-from kiloword.apps.audit.outliers import OutlierRule
-from kiloword.apps.audit.pairs import Fits, Floats
+from kiloword.apps.audit.pairs import Fits
 from kiloword.apps.audit.similar import groups, near_duplicates, repeated
 from kiloword.data.joins import sampled_images
 from kiloword.data.reading import captions_at
@@ -57,7 +56,6 @@ class AuditedData:
 def findings_of(
     data: AuditedData,
     fits: Fits | None,
-    rule: OutlierRule | None,
     look: Callable[[int], Pixels | None],
     names: Sequence[str] | None,
 ) -> Iterator[Finding]:
@@ -71,9 +69,9 @@ def findings_of(
         image, index = data.places[text]
         return of_image(kind, image, score, detail, other) | {"index": index, "caption": data.flat[text]}
 
-    if fits is not None and rule is not None:
+    if fits is not None:
         fit, fitting, n = fits.annotated, fits.fitting, len(data.keys)
-        wrong = fit < (-np.inf if rule.threshold is None else rule.threshold)
+        wrong = fit < (-np.inf if fits.rule.threshold is None else fits.rule.threshold)
         least = max(FEWEST, WIDE * n, np.quantile(fitting, 1 - WIDEST, method="higher"))
         for t in np.argsort(fit, kind="stable")[: wrong.sum()].tolist():
             detail = f"fit {fit[t]:.1f}; {fitting[t]:,} other images score at least as high with this caption"
@@ -99,7 +97,7 @@ def findings_of(
 
 
 def keep_list(
-    data: AuditedData, findings: Sequence[Finding], fit: Floats | None, source: Source, drop: Sequence[str]
+    data: AuditedData, findings: Sequence[Finding], fits: Fits | None, source: Source, drop: Sequence[str]
 ) -> pa.Table:
     """The keep-list (`kiloword.data.joins`): a row for each caption of the source, images that were read first."""
     reasons = {(one["row"], one["index"]): one["kind"] for one in reversed(findings) if one["kind"] in drop}
@@ -111,7 +109,7 @@ def keep_list(
         with suppress(BadSample):
             captions = captions_at(source, one.row)
         every.append((one.row, key, captions))
-    cells, scores, readable = list[tuple[Any, ...]](), iter([] if fit is None else fit), len(data.rows)
+    cells, scores, readable = list[tuple[Any, ...]](), iter([] if fits is None else fits.annotated), len(data.rows)
     for n, (row, key, texts) in enumerate(every):
         for index, caption in enumerate(texts) if texts else [(-1, "")]:
             reason = reasons.get((row, -1)) or reasons.get((row, index), "")

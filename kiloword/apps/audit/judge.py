@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -18,7 +16,6 @@ from torch import Tensor
 
 from kiloword.api import Matcher
 from kiloword.apps.audit.findings import FINDING, AuditedData, Finding, findings_of, keep_list, table_of
-from kiloword.apps.audit.outliers import rule
 from kiloword.apps.audit.pairs import fits
 from kiloword.config.recipes import DataConfig
 from kiloword.data.images.decode import decode
@@ -26,11 +23,11 @@ from kiloword.data.joins import check_keys
 from kiloword.data.open import open_data
 from kiloword.data.reading import left_out, name_of, read_image
 from kiloword.distributed.device import choose
-from kiloword.errors import count, naming_truncated
+from kiloword.errors import naming_truncated
 from kiloword.evaluation.command import opened
 from kiloword.evaluation.features import seen, tile
 from kiloword.evaluation.task import Inputs
-from kiloword.files import Lock, write_atomic, write_json
+from kiloword.files import Lock, atomic, write_json
 from kiloword.model.encoding import join
 from kiloword.report import Block, Gallery, Page, Pixels, Table, Text, distributions, made_by, say_blocks, write_page
 from kiloword.stores.features import FeatureStore
@@ -76,47 +73,37 @@ def audit(options: Audit) -> None:
             return None
 
     with Lock(out, "auditing"), showing():
-        inputs, fit, limit = Inputs(matcher, source, execution.batch, workers), None, None
+        inputs, fit = Inputs(matcher, source, execution.batch, workers), None
         data = _encoded(inputs) if options.features is None else _stored(inputs, options.model, options.features)
         if data.flat:
-            owner = torch.from_numpy(data.owner)
-            fit = fits(matcher.score, matcher.score_pairs, data.images, data.texts, owner)
-            limit = rule(fit.annotated, fit.random, options.target_precision)
-        findings = list(findings_of(data, fit, limit, pixels, getattr(source, "classnames", None)))
-        keep = keep_list(data, findings, None if fit is None else fit.annotated, plain, options.drop)
-        for name, table in {
-            "findings.parquet": table_of(findings, FINDING, pa.float64()),
-            "keep.parquet": keep,
-        }.items():
-            buffer = io.BytesIO()
-            pq.write_table(table, buffer)
-            write_atomic(out / name, buffer.getvalue())
+            owner, score = torch.from_numpy(data.owner), (matcher.score, matcher.score_pairs)
+            fit = fits(*score, data.images, data.texts, owner, options.target_precision)
+        findings = list(findings_of(data, fit, pixels, getattr(source, "classnames", None)))
+        keep = keep_list(data, findings, fit, plain, options.drop)
+        for name, table in (("findings", table_of(findings, FINDING, pa.float64())), ("keep", keep)):
+            with atomic(out / f"{name}.parquet") as file:
+                pq.write_table(table, file)
         counts, reasons = Counter(one["kind"] for one in findings), Counter(keep["reason"].to_pylist())
+        found = [[name, counts[kind], reasons[kind]] for kind, name in NAMES.items()]
+        about = f"{len(data.keys):,} images, {len(data.flat):,} captions"
+        short: list[Block] = [Table(found, ["finding", "found", "captions that the keep-list omits"], about)]
+        if fit is not None:
+            plot = distributions({"annotated": fit.annotated, "random": fit.random}, "fit of a pair", 0.05)
+            short += [Text(str(fit.rule)), plot]
         facts, kept = made_by([options.model], " ".join(options.data)), reasons[""]
         summary = {
             "images": len(data.keys),
             "captions": len(data.flat),
             "findings": {kind: counts[kind] for kind in NAMES},
+            "rule": fit and asdict(fit.rule),
+            "keep": {"rows": len(keep), "kept": kept, "omitted": len(keep) - kept},
         }
-        summary |= {"rule": limit and asdict(limit)}
-        summary |= {"keep": {"rows": len(keep), "kept": kept, "omitted": len(keep) - kept}}
         write_json(out / "audit.json", {**facts, **summary})
-        found = [[name, counts[kind], reasons[kind]] for kind, name in NAMES.items()]
-        short: list[Block] = [Table(found, ["finding", "found", "captions that the keep-list omits"])]
-        sections = {"In short": [*short, *([] if limit is None else [Text(str(limit))])]}
-        if fit is not None:
-            plot = distributions({"annotated": fit.annotated, "random": fit.random}, "fit of a pair", 0.05)
-            sections["In short"].append(plot)
-        sections |= dict(_examples(findings, plain))
+        sections = {"In short": short, **dict(_examples(findings, plain))}
         write_page(out / "report.html", Page("Audit", f"{plain.name}. {ABOUT}", sections, facts))
     warn(*left_out(data.skipped).lines())
-    say(f"{count(len(data.keys), 'image')}, {count(len(data.flat), 'caption')}")
     say_blocks(short)
-    say(*([] if limit is None else [str(limit)]))
-    path = out / "keep.parquet"
-    say(f"keep-list: {path} omits {len(keep) - kept:,} of {len(keep):,}; page: {out / 'report.html'}")
-    if kept < len(keep):
-        say(f"to train without them: kiloword train ... --keep {shlex.quote(str(path))}")
+    say(f"keep-list: {out / 'keep.parquet'} omits {len(keep) - kept:,} of {len(keep):,}; page: {out / 'report.html'}")
 
 
 def _encoded(inputs: Inputs) -> AuditedData:
@@ -152,16 +139,10 @@ def _stored(inputs: Inputs, model: str, folder: Path) -> AuditedData:
 
 
 def _examples(findings: Sequence[Finding], source: Source) -> Iterator[tuple[str, list[Block]]]:
-    """The first findings of each kind: their images, or a table where these do not help."""
+    """The first findings of each kind: their images."""
     for kind, name in NAMES.items():
         every = [one for one in findings if one["kind"] == kind]
-        shown = every[:GALLERY]
-        if kind in ("unreadable", "duplicate-caption"):
-            header = ("key", "caption", "detail", "other")
-            examples: Block = Table([[one[column] for column in header] for one in shown], header)
-        else:
-            lines = [filter(None, (one["key"], one["caption"], one["detail"], one["other"])) for one in shown]
-            tiles = [tile(source, one["row"], *texts, side=224) for one, texts in zip(shown, lines, strict=True)]
-            examples = Gallery(tiles, columns=4)
-        if shown:
-            yield name, [examples, Text(f"{len(shown):,} of {len(every):,}; findings.parquet has all.")]
+        lines = [filter(None, (one["key"], one["caption"], one["detail"], one["other"])) for one in every[:GALLERY]]
+        tiles = [tile(source, one["row"], *texts, side=224) for one, texts in zip(every, lines, strict=False)]
+        if tiles:
+            yield name, [Gallery(tiles, f"{len(tiles):,} of {len(every):,}; findings.parquet has all.", 4)]

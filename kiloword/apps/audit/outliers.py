@@ -15,11 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-
-from kiloword.apps.audit.pairs import Floats
+from numpy.typing import NDArray
 
 QUANTILES = np.linspace(0.5, 0.9, 17)  # of random pairs, where the share is estimated
 FEWEST = 5  # flagged pairs, of which a precision is said
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

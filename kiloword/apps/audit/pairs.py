@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kiloword.apps.audit.outliers import Floats, OutlierRule, rule
 from kiloword.evaluation.metrics import check_scores
 from kiloword.model.encoding import chunks, rows
 from kiloword.randomness import generator
@@ -26,7 +27,6 @@ from kiloword.types import Features
 RANDOM_IMAGES, RANDOM_TEXTS = 1024, 2048  # drawn: all their pairs are random pairs
 LEAST = 8  # images, below which nothing stands out from the others
 
-Floats = NDArray[np.float64]
 Score = Callable[[Features, Features], Tensor]
 """Of images [I, ...] and texts [T, ...]: all scores [I, T], or those of pairs [N]."""
 
@@ -38,14 +38,24 @@ class Fits:
     annotated: Floats  # [T]
     random: Floats  # [R], of pairs of an image and a caption of another
     fitting: NDArray[np.int64]  # [T] other images whose score with the caption is at least that of its own
+    rule: OutlierRule
     weights: Floats  # of the discriminant: by captions, by images, and where images have several captions by these
 
 
-def fits(score: Score, pairs: Score, images: Features, texts: Features, owner: Tensor, chunk: int = 1024) -> Fits:
+def fits(
+    score: Score,
+    pairs: Score,
+    images: Features,
+    texts: Features,
+    owner: Tensor,
+    precision: float = 0.8,
+    chunk: int = 1024,
+) -> Fits:
     """The fit of every annotated pair and of random ones, computed in blocks; nothing [I, T] is kept.
 
     Args: score, pairs: the model's, of all pairs and of given ones; images [I, ...]; texts [T, ...]; owner [T] int64,
-    the image of each text, ascending. Raises: ValueError for fewer than LEAST images, and scores that are NaN.
+    the image of each text, ascending; precision: of the rule.
+    Raises: ValueError for fewer than LEAST images, and scores that are NaN.
     """
     n = len(images["vec"])
     if n < LEAST:
@@ -66,8 +76,8 @@ def fits(score: Score, pairs: Score, images: Features, texts: Features, owner: T
     weights = _discriminant(annotated, random)
     fit, chance = annotated @ weights, random @ weights
     centre, spread = chance.mean(), chance.std().clamp(min=1e-12)
-    found = (fit - centre) / spread, (chance - centre) / spread, fitting, weights / spread
-    return Fits(*(x.cpu().numpy() for x in found))
+    ours, theirs = (((x - centre) / spread).cpu().numpy() for x in (fit, chance))
+    return Fits(ours, theirs, fitting.cpu().numpy(), rule(ours, theirs, precision), (weights / spread).cpu().numpy())
 
 
 def _standard_scores(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.benchmark import Timer
 
 from kiloword.apps.plan.options import GIB, Plan
 from kiloword.apps.plan.planner import Planner
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from kiloword.apps.plan.command import Bench
 
 SIDE = 2048  # of the matrices whose product is the limit
-LEAST, LEAST_S = 3, 3.0  # measurements of each kind, and seconds that they and their products take together
+LEAST_S = 2.0  # seconds that measurements of each kind take
 SAFE = 0.75  # of the free memory: a process took up to 1.25 times the count, and half a GiB (docs/bench.md)
 MOST = 1 << 14  # images that are looked at
 
@@ -62,7 +61,7 @@ def planner_of(recipe: Recipe, device: str) -> Planner:
 
 
 def measure(recipe: Recipe, device: str) -> list[dict[str, Any]]:
-    """A product of two matrices [SIDE, SIDE] and a step on noise, by turns: what, seconds, items, and their FLOP."""
+    """A product of two matrices [SIDE, SIDE] and a step on noise: what, seconds, items, and their FLOP."""
     slots, planner = preset(recipe.method), planner_of(recipe, "cpu")
     dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
     a, b = (torch.randn(SIDE, SIDE, device=device, dtype=dtype) for _ in range(2))
@@ -74,7 +73,11 @@ def measure(recipe: Recipe, device: str) -> list[dict[str, Any]]:
     def step() -> None:
         optimizer.step(next(steps), backward(learner, [noise], precision)["loss"])
 
-    step_s, product_s = in_turns(step, lambda: a @ b, device)
+    def seconds(run: Callable[[], object]) -> float:
+        timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+        return float(timer.blocked_autorange(min_run_time=LEAST_S).median)
+
+    step_s, product_s = seconds(step), seconds(lambda: a @ b)
     flop = sum(planner.option("ddp", "none", 1).flop.values())
     return [
         {"what": f"matrix product, {recipe.precision}", "seconds": product_s, "items": 1, "flop": 2.0 * SIDE**3},
@@ -104,16 +107,3 @@ def _filled(x: Tensor) -> Tensor:
     if x.is_floating_point():
         return torch.randn(x.shape)
     return torch.randint(0, 2 if x.dtype == torch.bool else 256, x.shape).to(x.dtype)
-
-
-def in_turns(run: Callable[[], Any], other: Callable[[], Any], device: str) -> tuple[float, float]:
-    """Seconds of two calls that take turns, so that both meet the same machine: medians, without the first turn."""
-    times = list[float](), list[float]()
-    while len(times[0]) <= LEAST or sum(times[0][1:]) + sum(times[1][1:]) < LEAST_S:
-        for call, seconds in zip((run, other), times, strict=True):
-            start = time.perf_counter()
-            call()
-            if device.startswith("cuda"):
-                torch.cuda.synchronize(device)
-            seconds.append(time.perf_counter() - start)
-    return statistics.median(times[0][1:]), statistics.median(times[1][1:])

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from kiloword.api import Matcher, load
 from kiloword.config.recipes import AugmentConfig, DataConfig, Recipe
 from kiloword.data.edits import PARTS
-from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.views import PLAIN, Augmented
 from kiloword.data.open import open_data
-from kiloword.data.reading import read_image
-from kiloword.evaluation.features import CaptionedImages, captioned, tile
+from kiloword.evaluation.features import captioned, tile
 from kiloword.evaluation.retrieval import retrieval
 from kiloword.evaluation.task import Inputs
 from kiloword.files import write_json
@@ -26,14 +23,13 @@ from kiloword.interop import text_towers, towers
 from kiloword.methods.defaults import default_recipe
 from kiloword.models.card import record_evaluation
 from kiloword.report import Block, Gallery, Page, Table, Text, Tile, made_by, say_blocks, write_page
-from kiloword.report.pictures import overlay
 from kiloword.stores.embed import EmbedOptions
 from kiloword.stores.embed import main as embed
 from kiloword.stores.runs import reading_tokens
 from kiloword.terminal import say
 from kiloword.training import start
 from kiloword.training.loop import RunOptions, train
-from kiloword.types import Features, Source
+from kiloword.types import Source
 
 if TYPE_CHECKING:
     from kiloword.apps.quickstart.command import Quickstart
@@ -49,25 +45,13 @@ DEEP = ("llip", "prolip", "sycoca")  # their learned tokens need blocks; other t
 # With the tops below all five methods took 222 s on a CPU with bf16; `train` takes 360 to 685 cpu-s a method.
 STEPS, BATCH = 100, 256
 FAST = 6e-2  # rate of Muon for linear tops (docs/log.md)
-KS = (1, 5, 10)
-SIDES = {"image_retrieval": "caption to photo", "text_retrieval": "photo to caption"}
 CAPTIONS, BEST = 3, 3  # of validation photos, as queries; best photos of each method
 FREE = ("a dog that runs through water", "snow and mountains", "two people who talk to each other")  # nobody's captions
-EXTREMES = 6  # captions of most and of least uncertainty
-EXPLAINED = 3  # captions of a photo
-TOWERS = (
-    "R@k: a right answer is among the first k. EfficientNet-Lite learned the classes of ImageNet-1k and has seen no "
-    "caption. MiniLM has seen captions of COCO and Flickr30k, though no photo, which favours every figure with it."
+ABOUT = (
+    "Recall at k of a caption's photo (image) and of a photo's captions (text): a right answer is among the first k. "
+    "EfficientNet-Lite learned the classes of ImageNet-1k. MiniLM has seen captions of COCO and Flickr30k, though no "
+    "photo, which favours every figure with it."
 )
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Validation photos and their captions, by one model."""
-
-    matcher: Matcher
-    photos: CaptionedImages
-    texts: Features  # [T, ...]
 
 
 def photos(options: Quickstart, out: Path) -> dict[str, dict[str, float]]:
@@ -83,37 +67,30 @@ def photos(options: Quickstart, out: Path) -> dict[str, dict[str, float]]:
         data, val = (tuple(f"{part}:{src}" for src in data) for part in PARTS)
     training, held_out = open_data(DataConfig(sources=data, keep=options.keep)), open_data(DataConfig(sources=val))
     stores = extract(options, (data, val), out / "tokens")
-    judged, metrics = dict[str, Encoded](), dict[str, dict[str, float]]()
+    metrics, tiles = dict[str, dict[str, float]](), dict[str, list[Tile]]()
     for name in METHODS:
         chosen = recipe(options, name, data, stores[0], len(training))
         folder = train(chosen, out / name, training, RunOptions(workers=1, keep_states=1))
-        judged[name] = one = encode(load(folder), held_out, str(stores[1]))
-        of = torch.tensor(one.photos.image_of_text)
-        metrics[name] = dict(retrieval(one.matcher.score, one.photos.images, one.texts, of))
+        metrics[name] = judged(load(folder), held_out, str(stores[1]), name, tiles)
         record_evaluation(folder, "retrieval", " ".join(val), len(held_out), chosen.steps, metrics[name])
     facts = {"data": data, "val": val, "photos": len(training), "val_photos": len(held_out)}
     methods = [{"name": name, "retrieval": values} for name, values in metrics.items()]
     write_json(out / "results.json", {"facts": facts, "figures": {"methods": methods}})
-    tables = [
-        Table(
-            [[name, *(values[f"{side}_recall@{k}"] for k in KS)] for name, values in metrics.items()],
-            (title, *(f"R@{k}" for k in KS)),
-            best=range(1, len(KS) + 1),
-        )
-        for side, title in SIDES.items()
-    ]
+    columns = [f"{side}_retrieval_recall@{k}" for side in ("image", "text") for k in (1, 5, 10)]
+    header = ("recall", *(f"{c.partition('_')[0]} @{c.rpartition('@')[2]}" for c in columns))
+    rows = [[name, *map(values.get, columns)] for name, values in metrics.items()]
+    table = Table(rows, header, best=range(1, len(header)))
+    galleries = [Gallery(shown, f"“{text}”", BEST) for text, shown in tiles.items()]
     sections: dict[str, Sequence[Block]] = {
-        "Methods side by side": [*tables, Text(TOWERS)],
-        "Texts and their best photos": queries(judged, held_out),
-        "Where llip looks": looks(judged["llip"], held_out),
-        "What prolip is certain of": certainty(judged["prolip"]),
+        "Methods side by side": [table, Text(ABOUT)],
+        "Texts and their best photos": galleries,
     }
     intro = (
         f"Methods of kiloword learned from {len(training):,} photos, each with its own top on the same frozen towers: "
         f"{options.image_tower} and {options.text_tower}. The page compares them on {len(held_out):,} other photos."
     )
     write_page(out / "report.html", Page("Kiloword on your photos", intro, sections, made_by(data=" ".join(data))))
-    say_blocks(tables)
+    say_blocks([table])
     say(f"models   {out}/METHOD/model", f"figures  {out / 'results.json'}", f"report   {out / 'report.html'}")
     return metrics
 
@@ -152,8 +129,14 @@ def recipe(options: Quickstart, method: str, data: tuple[str, ...], store: Path,
     base = start.with_towers(default_recipe(method, "top", data), options.image_tower, options.text_tower)
     usual, stores = base.data.augment, (str(store),)
     augment = replace(AugmentConfig() if options.views < 2 else usual, drop_words=0.0, drop_patches=usual.drop_patches)
-    own = replace(base.data, keep=options.keep, bad_share=options.bad_share, augment=augment)
-    own = replace(own, image_features=stores, text_features=stores)
+    own = replace(
+        base.data,
+        keep=options.keep,
+        bad_share=options.bad_share,
+        augment=augment,
+        image_features=stores,
+        text_features=stores,
+    )
     batch = 1 << max(1, (photos // 4).bit_length() - 1) if photos < 4 * BATCH else BATCH
     chosen = small_top(replace(base, data=own, batch=batch))
     return replace(chosen, settings=METHODS[method], seed=options.seed, steps=options.steps or STEPS)
@@ -178,45 +161,16 @@ def small_top(recipe: Recipe) -> Recipe:
     return replace(recipe, model=replace(model, image=image, text=text, head=head))
 
 
-def encode(matcher: Matcher, source: Source, store: str) -> Encoded:
-    """Encode all captioned photos and their captions from their tokens. Raises: ValueError where none can be used."""
+def judged(matcher: Matcher, source: Source, store: str, name: str, tiles: dict[str, list[Tile]]) -> dict[str, float]:
+    """Metrics of retrieval, by stored tokens. Args: tiles: receives the best photos of some captions of the photos,
+    outlined where the caption is theirs, and of free texts."""
     source, tokenizer = reading_tokens(matcher.model, matcher.tokenizer, source, [store], [store])
     found = captioned(Inputs(matcher, source))
-    return Encoded(matcher, found, Matcher(matcher.model, tokenizer).encode_text(found.captions))
-
-
-def queries(judged: dict[str, Encoded], source: Source) -> list[Block]:
-    """The best photos of captions of the photos, whose own photo is outlined, and of free texts; a row a method."""
-    own = next(iter(judged.values())).photos
-    places = range(0, len(own.captions), -(-len(own.captions) // CAPTIONS))
-    texts = {own.captions[n]: own.image_of_text[n] for n in places} | dict.fromkeys(FREE, -1)
-    tiles: dict[str, list[Tile]] = {text: [] for text in texts}
-    for name, one in judged.items():
-        scores = one.matcher.score(one.photos.images, one.matcher.encode_text(list(texts))).T  # [texts, I]
-        for (text, image), best in zip(texts.items(), scores.argsort(dim=1, descending=True, stable=True), strict=True):
-            for i in best[:BEST].tolist():
-                tiles[text].append(replace(tile(source, own.rows[i], name), right=i == image or None))
-    return [Gallery(shown, f"“{text}”", min(BEST, len(own.rows))) for text, shown in tiles.items()]
-
-
-def looks(one: Encoded, source: Source) -> list[Block]:
-    """Where the captions of a photo look: of the first photo."""
-    row, config = one.photos.rows[0], one.matcher.model.config.image
-    texts = [c for c, of in zip(one.photos.captions, one.photos.image_of_text, strict=True) if of == 0][:EXPLAINED]
-    photo = EvalTransform(config.size)(read_image(source, row).image).permute(1, 2, 0).numpy()
-    seen = one.matcher.explain([photo], texts)
-    maps = [overlay(photo, np.asarray(x).reshape(seen.grid), photo.shape[0]) for x in seen.maps[0]]
-    tiles = [Tile(photo, ["the photo"]), *(Tile(x, [t]) for x, t in zip(maps, texts, strict=True))]
-    about = "Each caption mixes the photo's tokens in its own way. Glowing: the tokens that it reads."
-    return [Text(about), Gallery(tiles, columns=len(tiles))]
-
-
-def certainty(one: Encoded) -> list[Block]:
-    """The captions of least and of most uncertainty; equal captions count once."""
-    values = dict(zip(one.photos.captions, one.matcher.uncertainty(one.texts).tolist(), strict=True))
-    ordered = sorted(([text, f"{value:.4g}"] for text, value in values.items()), key=lambda row: values[row[0]])
-    return [
-        Text("Prolip embeds a caption as a Gaussian: its variances sum to more where it could mean many photos."),
-        Table(ordered[:EXTREMES], ("most certain captions", "uncertainty")),
-        Table(ordered[: -EXTREMES - 1 : -1], ("least certain captions", "uncertainty")),
-    ]
+    texts = Matcher(matcher.model, tokenizer).encode_text(found.captions)
+    places = range(0, len(found.captions), -(-len(found.captions) // CAPTIONS))
+    asked = {found.captions[n]: found.image_of_text[n] for n in places} | dict.fromkeys(FREE, -1)
+    scores = matcher.score(found.images, matcher.encode_text(list(asked))).T  # [texts, I]
+    for (text, image), best in zip(asked.items(), scores.argsort(dim=1, descending=True, stable=True), strict=True):
+        photos = [(i, tile(source, found.rows[i], name)) for i in best[:BEST].tolist()]
+        tiles.setdefault(text, []).extend(replace(photo, right=i == image or None) for i, photo in photos)
+    return dict(retrieval(matcher.score, found.images, texts, torch.tensor(found.image_of_text)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,9 +23,7 @@ from kiloword.files import atomic, write_json
 from kiloword.methods.defaults import default_recipe
 from kiloword.model.encoding import chunks, rows
 from kiloword.models.card import record_evaluation
-from kiloword.report import Beside, Block, Gallery, Page, Table, Text, Tile, made_by, say_blocks, write_page
-from kiloword.runs.page import curve_plot
-from kiloword.runs.run import Run
+from kiloword.report import Block, Gallery, Page, Table, Text, Tile, made_by, say_blocks, write_page
 from kiloword.terminal import say
 from kiloword.training.loop import RunOptions, train
 from kiloword.types import Features
@@ -96,7 +93,7 @@ def quickstart(chosen: Recipe, out: Path, n: int = HELD_OUT) -> dict[str, dict[s
     Raises: ValueError when `out` holds another run.
     """
     folder = train(chosen, out, options=RunOptions(workers=1))  # two threads of two cores leave room for one
-    matcher, run = load(folder), Run(out)
+    matcher = load(folder)
     held_out = draw_all(f"scenes:test?n={n}", matcher.model.config.image.size)
     metrics = evaluated(matcher, n)
     write_json(out / "results.json", {"metrics": metrics})
@@ -104,16 +101,9 @@ def quickstart(chosen: Recipe, out: Path, n: int = HELD_OUT) -> dict[str, dict[s
     with atomic(out / "example.png") as file:
         Image.fromarray(held_out.pixels[0].permute(1, 2, 0).numpy()).save(file, "PNG")
     table = Table([[name, metrics[of][metric]] for name, (of, metric) in SHOWN.items()], ("test", "kiloword"))
-    recall = [f"val/{side}_retrieval_recall@1" for side in ("text", "image")]
-    curves = [{name: run.curves[name] for name in names if name in run.curves} for names in (["loss"], recall)]
-    plots = [
-        curve_plot(next(iter(of)), of, title) for of, title in zip(curves, ("loss", "recall@1"), strict=True) if of
-    ]
     sections: dict[str, Sequence[Block]] = {
         "Tests": [table, Text(TESTS)],
-        "Training": [Beside(plots)],
         "Queries and their best images": galleries(matcher, held_out),
-        "What to do next": next_steps(out, held_out.captions[0]),
     }
     write_page(out / "report.html", Page("Kiloword quickstart", INTRO, sections, made_by([str(folder)])))
     say_blocks([table])
@@ -154,14 +144,3 @@ def galleries(matcher: Matcher, scenes: Scenes) -> list[Block]:
         tiles = [Tile(pixels[i], [f"{of_images[i]:.2f}"], bool(true[i]) or None) for i in best]
         shown.append(Gallery(tiles, f"{query} (true of {int(true.sum())})"))
     return shown
-
-
-def next_steps(out: Path, caption: str) -> list[Block]:
-    """Commands to go on with."""
-    model, example = str(out / "model"), str(out / "example.png")
-    commands = (
-        shlex.join(["kiloword", "score", model, "--images", example, "--texts", caption, "something red"]),
-        "kiloword train siglip --data photos/train --val photos/dev --out runs/photos",
-        f"import kiloword\nkiloword.load({model!r}).score([{example!r}], [{caption!r}, 'something red'])",
-    )
-    return [Text(typed, "code") for typed in commands]

@@ -152,7 +152,7 @@ class Sweep:
             for values, cells in groups
         ]
         table = Table(rows, ["", "n", *metrics])
-        plots = [_plot(groups, metric) for metric in metrics if groups]
+        plots = [_plot(groups, metric) for metric in metrics if metric in names]
         about = "Mean over n seeds ± standard deviation of the sample."
         write_page(out / "sweep.html", Page("Sweep", about, {"Figures": [table, *plots]}, made_by()))
         return table
@@ -185,17 +185,12 @@ def _metrics(arm: Arm, folder: Path, sets: Sequence[Any]) -> dict[str, float]:
 
 
 def _plot(groups: Sequence[tuple[dict[str, str], dict[str, Cell]]], metric: str) -> Plot:
-    """The metric against the first setting, a line for each combination of the others."""
-    first = next(iter(groups[0][0]))
+    """The metric of each combination of values."""
 
     def draw(axes: Any) -> None:
-        lines: dict[str, list[tuple[str, float, float]]] = {}
-        for values, cells in groups:
-            others = _named({name: value for name, value in values.items() if name != first}, " ")
-            if cell := cells.get(metric):
-                lines.setdefault(others, []).append((values.get(first, "-"), cell.mean, cell.std or 0.0))
-        for others, points in lines.items():
-            axes.errorbar(*zip(*points, strict=True), marker="o", capsize=3, label=others or None)
-        axes.set(xlabel=first, ylabel=metric)
+        known = [(_named(values, " "), cells[metric]) for values, cells in groups if metric in cells]
+        names, means, spreads = zip(*((name, cell.mean, cell.std or 0.0) for name, cell in known), strict=True)
+        axes.errorbar(names, means, spreads, marker="o", capsize=3)
+        axes.set(ylabel=metric)
 
-    return Plot(draw, f"{metric} over {first}")
+    return Plot(draw, f"{metric} by setting")

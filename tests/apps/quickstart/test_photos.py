@@ -35,7 +35,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Photos, and towers whose images have 64 pixels."""
     folder = tmp_path_factory.mktemp("place")
     members = pairs(40)
-    members |= {name: text + b"\na <b>thing</b>\nit" for name, text in members.items() if name.endswith("txt")}
+    members |= {
+        name: text.strip() + b" <b>thing</b>\na thing\nit" for name, text in members.items() if name.endswith("txt")
+    }
     write_tar(folder / "my photos" / "0.tar", members)
     write_encoder(folder / "minilm")
     save_file(EfficientNetLite("efficientnet-lite0").state_dict(), folder / "lite0.safetensors")
@@ -85,11 +87,9 @@ def test_every_method_is_trained_on_the_same_tokens_and_judged_as_eval_does(plac
 @pytest.mark.slow
 def test_the_page_holds_figures_photos_and_escaped_captions(out: Path) -> None:
     html = (out / "report.html").read_text()
-    assert "a <b>thing" not in html
+    assert "<b>thing" not in html
     assert "&lt;b&gt;" in html
-    assert "Where llip looks" in html
-    assert "uncertainty" in html
-    assert html.count("<img") == 6 * 3 * 3 + 4
+    assert html.count("<img") == 6 * 3 * 3
     (first, *_) = json.loads((out / "results.json").read_text())["figures"]["methods"]
     assert f"{first['retrieval']['image_retrieval_recall@10']:.3f}" in html
 

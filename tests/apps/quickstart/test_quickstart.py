@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shlex
 import subprocess
 import sys
 from dataclasses import asdict, replace
-from html import unescape
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +32,7 @@ def small(steps: int = 4) -> Recipe:
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run") / "quick start"  # a space: commands of the report quote it
+    folder = tmp_path_factory.mktemp("run") / "quick start"
     quickstart(small(), folder, N)
     return folder
 
@@ -50,7 +46,6 @@ def test_figures_are_those_of_eval_and_stand_on_page_and_card(out: Path) -> None
     assert set(metrics) == {"retrieval", "one fact", "one thing", "hard", *TASKS}
     html, card = (out / "report.html").read_text(), (out / "model" / "README.md").read_text()
     assert html.count("<img") == 5 * 7
-    assert "<svg" in html
     for name in TASKS:
         assert f"{metrics[name]['acc1']:.3f}" in html
     assert f"{metrics['hard']['image_retrieval_recall@1']:.3f}" in html
@@ -97,16 +92,6 @@ def test_what_is_refused(words: str, tmp_path: Path, capsys: pytest.CaptureFixtu
         main(["quickstart", *words.split(), "--out", str(tmp_path / "out")])
     assert (end.value.code, capsys.readouterr().out) == (2, "")
     assert not (tmp_path / "out").exists()
-
-
-def test_commands_of_the_report_run(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = re.findall(r"<pre[^>]*>(.*?)</pre>", (out / "report.html").read_text(), re.DOTALL)
-    score, _, python = [re.sub(r"<[^>]*>", "", unescape(code)).strip() for code in found]
-    main(shlex.split(score)[1:])
-    assert "example.png" in capsys.readouterr().out
-    names: dict[str, Any] = {}
-    exec(python.replace("kiloword.load(", "scores = kiloword.load("), names)
-    assert names["scores"].shape == (1, 2)
 
 
 def test_recipe_is_a_run_of_minutes() -> None:

@@ -77,7 +77,7 @@ def test_mean_and_deviation_over_seeds_are_shown_again_without_a_run(
     assert (swept / "sweep.json").read_bytes() == before
     html = (swept / "sweep.html").read_text()
     assert sections(html)["Figures"].tables[0][::2] == [["", "n", "loss"], row]
-    assert "loss over settings.k" in html
+    assert "loss by setting" in html
 
 
 def test_further_values_and_another_evaluation_train_only_what_is_new(
