@@ -247,8 +247,7 @@ def mine_rest(n: int, folder: Path) -> Call:
     made = corpus(n)
 
     def call() -> None:
-        annotated, sample = made.annotated(), calibrate.random_pairs(made, 0)
-        calibrate.compare(made, annotated, sample, Mined(), calibrate.candidates(annotated, sample, 0.27))
+        calibrate.calibrate(made.annotated(), calibrate.random_pairs(made, 0), Mined())
         for analysis in (analyses.nearest, analyses.one_and_mean):
             analysis(made, 0)
         analyses.ranks(made, 1024, 0)

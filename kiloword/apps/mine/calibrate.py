@@ -13,14 +13,13 @@ p1'  the S_it that nine of ten annotated pairs exceed, at most p1.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
 
 from kiloword.apps.mine.corpus import Corpus, Floats, Ints, Truth, similarities
-from kiloword.methods.fff.preset import Mined, matches
+from kiloword.methods.fff.preset import Mined
 from kiloword.randomness import key
 
 NEARLY_SAME = 0.999  # largest p2 and p3: identical features can round below 1
@@ -39,27 +38,13 @@ class RandomPairs:
     true: Tensor | None  # bool, with ground truth
 
 
-@dataclass(frozen=True)
-class ThresholdChoice:
-    """Effect of a value of p1, with the other thresholds unchanged. Shares in [0, 1]."""
-
-    p1: float
-    annotated_above: float  # share of annotated pairs with S_it > p1
-    random_above: float  # share of random pairs with S_it > p1
-    mined_per_image: float  # by the whole of eq. 2, expected from the random pairs
-    precision: float | None = None  # of eq. 2; None: no ground truth, or nothing mined
-    recall: float | None = None  # of all true pairs that are not annotated
-
-
-def random_pairs(
-    corpus: Corpus, seed: int, images: int = 2048, captions: int = 4096, truth: Truth | None = None
-) -> RandomPairs:
+def random_pairs(corpus: Corpus, seed: int, truth: Truth | None = None) -> RandomPairs:
     """All pairs of a random sample of images with one of captions, without annotated pairs.
 
     Errors: ValueError if the features give no such pair.
     """
-    rows = some(corpus.known_images, images, key(seed, "random pairs", "pictures"))
-    columns = some(corpus.paired, captions, key(seed, "random pairs", "captions"))
+    rows = some(corpus.known_images, 2048, key(seed, "random pairs", "pictures"))
+    columns = some(corpus.paired, 4096, key(seed, "random pairs", "captions"))
     owner = corpus.owner[columns]
     others = rows[:, None] != owner[None]
     if not others.any():
@@ -98,28 +83,3 @@ def exceeded_by(values: Tensor, share: float) -> float:
     """A value, rounded to DIGITS digits, that at most this share of the values exceeds."""
     value = float(values.kthvalue(len(values) - int(share * len(values))).values)
     return math.ceil(round(value * 10.0**DIGITS, 3)) / 10.0**DIGITS
-
-
-def candidates(annotated: Floats, sample: RandomPairs, p1: float) -> list[float]:
-    """Values of p1 to compare, ascending: half deviations around the mean, values that few random pairs exceed, p1."""
-    mean, deviation = float(np.mean(annotated)), float(np.std(annotated))
-    around = [mean + step * deviation for step in (-1, -0.5, 0, 0.5, 1)]
-    rare = [exceeded_by(sample.it, rate) for rate in (1e-2, 1e-3, 1e-4)]
-    return sorted({v for v in (p1, *(round(v, DIGITS) for v in [*around, *rare])) if 0 < v < 1})
-
-
-def compare(
-    corpus: Corpus, annotated: Floats, sample: RandomPairs, settings: Mined, values: Sequence[float]
-) -> list[ThresholdChoice]:
-    """Effect of each value of p1."""
-    captions = len(corpus.captions) * (1 - 1 / len(corpus.keys))  # of the other images
-    choices = []
-    for p1 in values:
-        whole = matches(replace(settings, p1=p1), sample.it, sample.ii, sample.tt)
-        above, random_above = float(np.mean(annotated > p1)), float((sample.it > p1).float().mean())
-        choice = ThresholdChoice(p1, above, random_above, float(whole.float().mean()) * captions)
-        if sample.true is not None:
-            right, mined, true = (float(pairs.sum()) for pairs in (whole & sample.true, whole, sample.true))
-            choice = replace(choice, precision=right / mined if mined else None, recall=right / true if true else None)
-        choices.append(choice)
-    return choices

@@ -27,12 +27,9 @@ class Mine:
     p3: float | None = None
     p1_text: float | None = None  # with p3: the cosine of image and caption is larger; the paper: 0.24
     calibrate: bool = False  # fit unspecified thresholds to the teacher, and print the flags for training
-    # with calibrate: largest share of random pairs that p1, p2 and p3 each accept; default: 1e-4
-    false_rate: float | None = None
+    false_rate: float = 1e-4  # with calibrate: largest share of random pairs that p1, p2 and p3 each accept
     batch: int = 1024  # images per random batch in which the true caption is ranked
     most: int = 20  # mined pairs per image in pairs.parquet, best first; all are counted
-    gallery: int = 6  # images in each gallery of the report
-    chunk: int = 2048  # images and captions per block of similarities
     extra_captions: tuple[Path, ...] = ()  # parquet tables (key, captions), compared with the original captions
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     seed: int = 0  # seed of batches, random pairs and the gallery
@@ -41,12 +38,8 @@ class Mine:
         """Search, analyse, print, and write the files. Raises: ValueError for what cannot be used."""
         from kiloword.apps.mine.mine import mine
 
-        given = (self.p1, self.p2, self.p3, self.p1_text)
-        for name, low in {"batch": 2, "most": 1, "gallery": 0, "chunk": 1}.items():
-            if getattr(self, name) < low:
-                raise ValueError(f"--{name} is {getattr(self, name)}. Expected at least {low}.")
-        if self.false_rate is not None and not (self.calibrate and 0 < self.false_rate < 1):
-            raise ValueError(f"--false-rate is {self.false_rate:g}. Expected a share below 1, with --calibrate.")
-        if self.calibrate and None not in given:
+        if self.batch < 2 or self.most < 1 or not 0 < self.false_rate < 1:
+            raise ValueError("expected --batch of at least 2, --most of at least 1 and --false-rate between 0 and 1.")
+        if self.calibrate and None not in (self.p1, self.p2, self.p3, self.p1_text):
             raise ValueError("--calibrate fits the thresholds that are not given, and all are given: omit it.")
         mine(self)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kiloword.data.joins import CaptionTable
 from kiloword.data.reading import captions_at
+from kiloword.model.encoding import chunks
 from kiloword.stores.features import FeatureStore
 from kiloword.types import Source
 
@@ -38,12 +37,7 @@ class Corpus:
 
     @staticmethod
     def of(table: FeatureStore, device: str = "cpu") -> Corpus:
-        """Corpus of a feature store. Errors: ValueError for fewer than two images or captions."""
-        if len(table.keys) < 2 or len(table.captions) < 2:
-            raise ValueError(
-                f"the feature store '{table.name}' has {len(table.keys)} images and {len(table.captions)} captions: "
-                "there are no pairs to mine. Expected two of each at least."
-            )
+        """Corpus of a feature store."""
         starts = np.asarray(table.starts, np.int64)
         return Corpus(table.keys, table.captions, starts, table.images(), table.texts(), table.text_means(), device)
 
@@ -84,11 +78,14 @@ class Corpus:
         """Load rows of `images`, `texts` or `means`: [n, D] float32 on the device."""
         return torch.from_numpy(np.array(values[which], dtype=np.float32)).to(self.device)
 
-    def annotated(self, chunk: int = 65536) -> Floats:
-        """S_it of every caption in `paired` with its image, [n] float32."""
-        parts = (self.paired[n : n + chunk] for n in range(0, len(self.paired), chunk))
-        pairs = ((self.load(self.images, self.owner[part]), self.load(self.texts, part)) for part in parts)
-        return np.concatenate([np.zeros(0, np.float32), *((a * b).sum(1).cpu().numpy() for a, b in pairs)])
+    def annotated(self, captions: Ints | None = None) -> Floats:
+        """S_it of captions with their images, [n] float32. Args: captions: default: `paired`."""
+        captions = self.paired if captions is None else captions
+        found = np.zeros(len(captions), np.float32)
+        for part in chunks(len(captions), 65536):
+            images = self.load(self.images, self.owner[captions[part]])
+            found[part] = (images * self.load(self.texts, captions[part])).sum(1).cpu().numpy()
+        return found
 
 
 def similarities(images: Tensor, means: Tensor, texts: Tensor, owners: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,14 +129,3 @@ def truth_of(source: Source, captions: Sequence[str], rows: Ints) -> Truth | Non
         return torch.from_numpy(np.asarray(true))[torch.from_numpy(place.reshape(-1))]
 
     return truth
-
-
-def split_extra(corpus: Corpus, paths: Sequence[Path]) -> dict[str, Corpus]:
-    """All captions ("captions"); or the original captions ("own") and those of extra tables ("extra")."""
-    if not (tables := [CaptionTable(path) for path in paths]):
-        return {"captions": corpus}
-    of_keys = [{caption for table in tables for caption in table.captions(key)} for key in corpus.keys]
-    extra = np.array([caption in of_keys[n] for n, caption in zip(corpus.owner, corpus.captions, strict=True)])
-    parts = {"own": corpus.only(~extra), "extra": corpus.only(extra)}
-    several = {name: part for name, part in parts.items() if len(np.unique(part.owner[part.paired])) > 1}
-    return several or {"captions": corpus}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +19,6 @@ from kiloword.terminal.progress import track
 TERMS = {"it": "image_text", "ii": "image_image", "tt": "text_text"}
 """The terms of eq. 2 and the fields of `Mined` that enable them."""
 
-ROWS, COUNTS = ("mined", "right", "annotated"), ("whole", *TERMS, *(f"{name} alone" for name in TERMS))
-
 
 @dataclass
 class MinedPairs:
@@ -28,24 +27,16 @@ class MinedPairs:
     column: Tensor  # [N, most] int64, captions of the best mined pairs of each image by S_it, -1: none
     scores: Tensor  # [3, N, most] float32: S_it, S_ii, S_tt
     per_image: Tensor  # [N] int64 mined pairs
-    per_text: Tensor  # [T] int64
-    # [3, 7] pairs that are mined, mined and true, annotated: by eq. 2, by each term, by each term alone
+    # [3, 5] pairs that are mined, mined and true, annotated: by eq. 2, by each term; last, accepted or not: those that
+    # are not annotated, true ones of these, annotated ones
     counts: Tensor
-    pairs: int  # pairs that are not annotated
-    annotated_pairs: int
-    true: int | None  # true pairs that are not annotated; None: no ground truth
-
-    def count(self, row: str, name: str) -> int:
-        """A number of pairs. Args: of ROWS and of COUNTS."""
-        return int(self.counts[ROWS.index(row), COUNTS.index(name)])
 
 
 def by_term(settings: Mined, it: Tensor, ii: Tensor, tt: Tensor) -> Tensor:
     """Pairs accepted by each term of eq. 2: bool [3, ...]."""
-    alone = [
-        {other: getattr(settings, other) and other == switch for other in TERMS.values()} for switch in TERMS.values()
-    ]
-    return torch.stack([matches(replace(settings, **on), it, ii, tt) for on in alone])  # type: ignore[arg-type]
+    fields = TERMS.values()
+    alone: list[Any] = [{other: getattr(settings, other) and other == one for other in fields} for one in fields]
+    return torch.stack([matches(replace(settings, **on), it, ii, tt) for on in alone])
 
 
 def search(
@@ -60,8 +51,7 @@ def search(
     n, t, device = len(corpus.keys), len(corpus.captions), corpus.device
     most = min(most, t)
     column, scores = torch.full((n, most), -1), torch.full((3, n, most), -torch.inf)
-    per_image, per_text = (torch.zeros(size, dtype=torch.int64) for size in (n, t))
-    counts, totals = torch.zeros(3, len(COUNTS), dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    per_image, counts = torch.zeros(n, dtype=torch.int64), torch.zeros(3, 5, dtype=torch.int64)
     mine = own(list(chunks(n, chunk)))
     blocks = [(r, c) for c in chunks(t, chunk) for r in mine]
     for r, c in track(blocks, "pairs", "blocks of pairs", len(blocks)):
@@ -69,18 +59,15 @@ def search(
         texts, owners = corpus.load(corpus.texts, c), corpus.load(corpus.images, owner)
         values = torch.stack(similarities(corpus.load(corpus.images, r), corpus.load(corpus.means, r), texts, owners))
         annotated = torch.from_numpy(owner[None] == np.arange(r.start, r.stop)[:, None]).to(device)  # [i, t]
-        terms = by_term(settings, *values)
-        hits = torch.cat([matches(settings, *values)[None], terms, terms & (terms.sum(0) == 1)])  # [7, i, t]
+        every = torch.ones_like(annotated)
+        hits = torch.stack([matches(settings, *values), *by_term(settings, *values), every])  # [5, i, t]
         mined = hits & ~annotated
         counts[0] += mined.sum((1, 2)).cpu()
         counts[2] += (hits & annotated).sum((1, 2)).cpu()
-        totals[:2] += torch.tensor([int((~annotated).sum()), int(annotated.sum())])
-        per_image[r] += mined[0].sum(1).cpu()
-        per_text[c] += mined[0].sum(0).cpu()
         if truth is not None:
-            true = truth(np.arange(c.start, c.stop), np.arange(r.start, r.stop)).T.to(device) & ~annotated
+            true = truth(np.arange(c.start, c.stop), np.arange(r.start, r.stop)).T.to(device)
             counts[1] += (mined & true).sum((1, 2)).cpu()
-            totals[2] += int(true.sum())
+        per_image[r] += mined[0].sum(1).cpu()
         best, place = values[0].masked_fill(~mined[0], -torch.inf).topk(min(most, len(owner)), dim=1)
         none = best == -torch.inf
         block = values.gather(2, place.expand(3, -1, -1)).masked_fill(none, -torch.inf).cpu()
@@ -89,9 +76,5 @@ def search(
         column[r] = torch.cat([column[r], torch.where(none, -1, place + c.start).cpu()], 1).gather(1, order)
         scores[:, r] = joined.gather(2, order.expand(3, -1, -1))
     # the images of other ranks add nothing
-    column, finite, *others = sums(column + 1, scores.masked_fill(column < 0, 0), per_image, per_text, counts, totals)
-    per_image, per_text, counts, totals = others
-    pairs, annotated_pairs, true_pairs = totals.tolist()
-    scores = finite.masked_fill(column == 0, -torch.inf)
-    true_or_none = None if truth is None else true_pairs
-    return MinedPairs(column - 1, scores, per_image, per_text, counts, pairs, annotated_pairs, true_or_none)
+    column, finite, per_image, counts = sums(column + 1, scores.masked_fill(column < 0, 0), per_image, counts)
+    return MinedPairs(column - 1, finite.masked_fill(column == 0, -torch.inf), per_image, counts)
