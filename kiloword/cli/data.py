@@ -15,14 +15,6 @@ from kiloword.terminal import say
 if TYPE_CHECKING:
     from kiloword.config.recipes import Recipe
 
-TAKEN = {  # flags of each action
-    "index": (),
-    "check": (),
-    "stats": ("png", "as", "size"),
-    "names": (),
-    "pairs": ("as", "size", "out"),
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
@@ -44,15 +36,15 @@ class Data:
     png: Path | None = None  # with stats, write an image of samples to this file
     # with stats and png, draw examples as training sees them, by METHOD, a recipe, or the folder of a run
     as_: Annotated[str | None, arg(name="as")] = None
-    size: str | None = None  # with as, size whose defaults apply, as in train; default: tiny
+    size: str = "tiny"  # with as, size whose defaults apply, as in train
     # with pairs and as, table (key, partner, caption) to write, which --settings.rewrites takes
     out: Path | None = None
 
     def run(self) -> None:
         """Print. Exits with 1 where samples are bad. Raises: ValueError for flags that another action takes."""
-        given = {"png": self.png, "as": self.as_, "size": self.size, "out": self.out}
-        idle = next((name for name, value in given.items() if value and name not in TAKEN[self.what]), None)
-        if idle is not None:
+        taken = {"stats": ("png", "as"), "pairs": ("as", "out")}.get(self.what, ())
+        given = {"png": self.png, "as": self.as_, "out": self.out}
+        if idle := next((name for name, value in given.items() if value and name not in taken), None):
             raise ValueError(f"--{idle} changes nothing in data {self.what}: see kiloword data --help.")
         if self.what == "names":
             from kiloword.data.classes.names import listing
@@ -61,27 +53,26 @@ class Data:
             return
         if self.source is None:
             raise ValueError(f"data {self.what} needs a data set: kiloword data {self.what} SRC.")
-        size = self.size or "tiny"
         if self.what == "pairs":
             if not (self.as_ and self.out):
                 raise ValueError("expected kiloword data pairs SRC --as RUN --out pairs.parquet.")
-            say(write_pairs(self.source, self.as_, size, self.out))
+            say(write_pairs(self.source, self.as_, self.size, self.out))
             return
-        if (self.as_ or self.size) and not (self.as_ and self.png):
+        if self.as_ and not self.png:
             raise ValueError("--as draws training examples: expected data stats SRC --as METHOD --png FILE.")
-        drawn = [draw_examples(self.source, self.as_, size, self.png)] if self.as_ and self.png else []
+        drawn = draw_examples(self.source, self.as_, self.size, self.png) if self.as_ and self.png else ""
         from kiloword.data.inspect import main
 
         if main(self.what, self.source, None if drawn else self.png):
             raise SystemExit(1)
-        say(*drawn)
+        say(*filter(None, [drawn]))
 
 
 def draw_examples(src: str, like: str, size: str, png: Path) -> str:
     """Draw the first examples of a run: augmented, transforms applied, with all captions.
 
-    `kiloword data stats SRC --as METHOD --png FILE`. Args: like: a method, whose defaults apply; a paper's recipe; or
-    the folder or config.json of a run, or a recipe in a file; size: of a method.
+    Args: like: a method, whose defaults apply; a paper's recipe; or the folder or config.json of a run, or a recipe in
+    a file; size: of a method.
 
     Returns: a line about them. Errors: ValueError for an unknown method or size, and data that cannot be read.
     """
@@ -133,10 +124,9 @@ def write_pairs(src: str, like: str, size: str, out: Path) -> str:
     source = open_sources(recipe)
     mixing = [t for t in preset(recipe.method, recipe.settings).transforms if isinstance(t, WithPartner)]
     if not mixing or mixing[0].settings.partner == "random":
-        why = "draws another partner in each epoch" if mixing else "composes no pairs"
         raise ValueError(
-            f"{like} {why}: expected a recipe with settings.partner fixed, nearest, farthest or file, such as a TOML "
-            'file with method = "clip-c" and settings.partner = "fixed".'
+            f"{like} composes no pairs, or new ones in each epoch: expected a recipe with settings.partner "
+            'fixed, nearest, farthest or file, such as a TOML file with method = "clip-c", settings.partner = "fixed".'
         )
     table = pairs_table(source, mixing[0].bind(source, FeatureStore), recipe.seed)
     with replacing(out) as file:

@@ -7,6 +7,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from importlib import metadata
@@ -118,15 +119,19 @@ class Doctor:
     """Show versions, devices, extras and threads of this machine."""
 
     def run(self) -> None:
-        """Print a table and hints."""
+        """Print a table."""
         rows = list(machine().items())
-        for name, packages in extras().items():
+        for extra, packages in extras().items():
             missing = [package for package, version in packages.items() if not version]
             have = ", ".join(f"{package} {version}" for package, version in packages.items() if version)
-            install = needs("it", ", ".join(missing), name) if missing else ""
-            rows.append((f"extra {name}", "; ".join(part for part in (have, install) if part)))
+            install = needs("it", ", ".join(missing), extra) if missing else ""
+            rows.append((f"extra {extra}", "; ".join(filter(None, (have, install)))))
         say_table(rows, "", "")
-        say(*(f"hint: {hint}" for hint in hints()))
+        if torchvision_ready() is not None:
+            say(
+                f"torchvision was built for another torch than {torch.__version__}: kiloword works, but programs that "
+                "import torchvision stop. Install the one that belongs to your torch."
+            )
 
 
 def machine() -> dict[str, str]:
@@ -138,47 +143,20 @@ def machine() -> dict[str, str]:
         "python": f"{platform.python_version()} ({sys.executable})",
         "torch": torch.__version__,
         "system": f"{platform.system()} {platform.machine()}",
-        "cores": str(cores()),
         "devices": ", ".join(["cpu", *(f"{c.name} ({c.total_memory / 2**30:.0f} GiB)" for c in cards)]),
-        "threads of torch": str(torch.get_num_threads()),
-        "OpenMP": " ".join(omp) or "default of the library (no OMP_... in the environment)",
+        "threads": f"{torch.get_num_threads()} of torch on {cores()} cores",
+        "OpenMP": " ".join(omp) or "no OMP_... in the environment",
     }
 
 
 def extras() -> dict[str, dict[str, str]]:
-    """Extra of kiloword -> its packages -> installed version, "" where it is missing; {}: kiloword is not installed."""
+    """Extra of kiloword -> its packages -> installed version, "" where it is missing; {}: it runs from its source."""
     versions: dict[str, dict[str, str]] = {}
-    try:
-        lines = metadata.requires("kiloword") or []
-    except metadata.PackageNotFoundError:  # it runs from its source
-        return versions
-    for line in lines:
-        if match := re.match(r"""([\w.-]+).*;.*extra == ['"]([\w-]+)['"]""", line):
-            versions.setdefault(match[2], {})[match[1]] = _version(match[1])
+    with suppress(metadata.PackageNotFoundError):
+        for line in metadata.requires("kiloword") or []:
+            if match := re.match(r"""([\w.-]+).*;.*extra == ['"]([\w-]+)['"]""", line):
+                here = versions.setdefault(match[2], {})
+                here[match[1]] = ""
+                with suppress(metadata.PackageNotFoundError):
+                    here[match[1]] = metadata.version(match[1])
     return versions
-
-
-def hints() -> list[str]:
-    """Hints for better performance on this machine."""
-    out = []
-    if not torch.cuda.is_available():
-        out.append("no CUDA device: sizes debug and tiny train on a CPU within minutes, s16 and up want a GPU.")
-        if os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
-            out.append("OMP_WAIT_POLICY=PASSIVE keeps loader processes and training from fighting over the cores.")
-    if torch.get_num_threads() > cores():
-        out.append(f"torch uses {torch.get_num_threads()} threads on {cores()} cores: set OMP_NUM_THREADS={cores()}.")
-    if not any(_version(package) for package in ("simplejpeg", "opencv-python-headless", "opencv-python")):
-        out.append(needs("--decoder simplejpeg or opencv, which decodes faster,", "its package", "fast", "."))
-    if torchvision_ready() is not None:
-        out.append(
-            f"torchvision {_version('torchvision')} was built for another torch than {torch.__version__}: kiloword "
-            "works, but programs that import torchvision stop. Install the one that belongs to your torch."
-        )
-    return out
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""

@@ -79,8 +79,6 @@ def read(argv: Sequence[str]) -> Any:
         say("usage: kiloword eval TASK MODEL --data SRC, and kiloword eval TASK --help", "")
         say(*(f"  {name:14} {find(name).help}" for name in TASKS), f"  {'suite':14} {EvaluateSuite.__doc__}")
         raise SystemExit(0)
-    if not first or first.startswith("-"):
-        raise ValueError("eval needs a task first, e.g. kiloword eval retrieval runs/first/model --data scenes:test.")
-    if later := next((word for word in argv[1:] if word in TASKS), None):
-        raise ValueError(f"the task comes before the model: kiloword eval {later} {first} --data SRC.")
+    if any(word in TASKS for word in argv) or not first or first.startswith("-"):
+        raise ValueError("a task comes first: kiloword eval retrieval runs/first/model --data scenes:test.")
     return find(first)  # which raises

@@ -7,8 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, make_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -72,20 +71,6 @@ VERBS: dict[str, dict[str, Place]] = {
 OUTPUTS = ("json", "html", "csv", "page", "plane", "png", "results")  # names of files that are written at the end
 
 
-@dataclass(frozen=True)
-class OwnFlags:
-    """To completion, a verb whose flags depend on its first word."""
-
-
-SHELLS = {
-    "bash": (
-        "~/.local/share/bash-completion/completions/kiloword",
-        "New shells use it, with the package bash-completion.",
-    ),
-    "zsh": ("~/.local/share/kiloword/_kiloword", "Add to ~/.zshrc: fpath=(~/.local/share/kiloword $fpath); compinit"),
-}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. An error that the user can fix is one message on stderr and exit code 2."""
     if argv is None:
@@ -119,8 +104,8 @@ def _run(words: Sequence[str]) -> None:
         say(__version__)
     elif first in ("-h", "--help"):
         _list_verbs()
-    elif first == "--install-completion":
-        _install_completion("".join(words[1:]))
+    elif first == "--completion":
+        _print_completion(words[1:])
     elif first not in places:
         raise ValueError(f"unknown verb {first!r}: expected one of {', '.join(places)}.{suggestion(first, places)}")
     elif any(not word or (word.startswith("--") and word.endswith("=")) for word in words):
@@ -146,13 +131,14 @@ def declared(verb: str) -> Any:
 def check(verb: Any, words: Sequence[str]) -> None:
     """Raises: ValueError where a flag of several values is given twice, what is required is empty, or a file that is
     written at the end would be a folder or below a file."""
-    flags = [word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")]
+    given = [word[2:].partition("=")[0].rpartition(".")[2].replace("-", "_") for word in words if word.startswith("--")]
     for name, value, required in _values(verb):
         flag = f"--{name.replace('_', '-')}"
-        if isinstance(value, tuple) and sum(given.rpartition(".")[2] == name for given in flags) > 1:
+        if isinstance(value, tuple) and given.count(name) > 1:
             raise ValueError(f"{flag} is given twice: its values follow the first one.")
         if value == () and required:
-            raise ValueError(f"{name.upper() if name not in flags else flag} is empty: expected one value or several.")
+            what = flag if name in given else name.upper()
+            raise ValueError(f"{what} is missing: give one or several, see kiloword {words[0]} --help.")
         if name in OUTPUTS and isinstance(value, Path) and (value.is_dir() or value.parent.is_file()):
             raise ValueError(f"{flag} {value} cannot be written: expected the name of a file.")
 
@@ -172,18 +158,13 @@ def _list_verbs() -> None:
     say("usage: kiloword VERB ..., and kiloword VERB --help", "")
     for group, verbs in VERBS.items():
         say(group, *(f"  {name:11} {line}" for name, (_, line) in verbs.items()), "")
-    say("Completion of verbs and flags by a shell: kiloword --install-completion bash, or zsh.")
+    say("Completion of verbs and flags by a shell: kiloword --completion bash, or zsh.")
 
 
-def _install_completion(shell: str) -> None:
-    """Write tyro's completion script where the shell looks for one."""
-    if shell not in SHELLS:
-        raise ValueError(f"--install-completion got {shell or 'nothing'}: expected bash or zsh.")
-    path = Path(SHELLS[shell][0]).expanduser()
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _print_completion(shells: Sequence[str]) -> None:
+    """Print tyro's completion script; of a verb whose flags depend on its first word, the name alone."""
+    if shells not in (["bash"], ["zsh"], ["tcsh"], ["fish"]):
+        raise ValueError("--completion needs the name of a shell: bash, zsh, tcsh or fish.")
     kinds = {name: declared(name) for group in VERBS.values() for name in group}
-    verbs: dict[str, Any] = {name: kind if isinstance(kind, type) else OwnFlags for name, kind in kinds.items()}
-    words = ["--tyro-write-completion", shell, str(path)]
-    with suppress(SystemExit):
-        tyro.extras.subcommand_cli_from_dict(verbs, prog="kiloword", args=words)
-    say(f"written: {path}", SHELLS[shell][1])
+    verbs: dict[str, Any] = {n: k if isinstance(k, type) else make_dataclass(n, []) for n, k in kinds.items()}
+    tyro.extras.subcommand_cli_from_dict(verbs, prog="kiloword", args=["--tyro-print-completion", *shells])

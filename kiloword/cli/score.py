@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tyro.conf import Positional
 
@@ -15,7 +15,9 @@ from kiloword.models.trust import NONE, Trust
 from kiloword.terminal import say, shown, warn
 from kiloword.terminal.screen import say_table
 
-LISTED = 1000  # images that are printed; --json has all
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
+
 WIDE, MANY = 40, 8  # longest text and number of texts that are columns of a table
 
 Drawing = Literal["maps", "words", "gradcam", "masks", "reconstruction"]
@@ -49,22 +51,16 @@ class Score(Device):
 
     def run(self) -> None:
         """Print the scores; draw what is asked for. Raises: ValueError for what cannot be scored or drawn."""
-        if self.beside and self.plane is None:
-            raise ValueError("--beside names models to draw by --plane FILE, which is missing.")
-        if (self.explain_what or self.maps) and self.explain is None:
-            raise ValueError("--explain-what and --maps say what --explain DIR draws: name a folder by --explain.")
+        if (self.beside and self.plane is None) or ((self.explain_what or self.maps) and self.explain is None):
+            raise ValueError("--beside needs --plane FILE; --explain-what and --maps need --explain DIR.")
         if empty := next((n for n, text in enumerate(self.texts, 1) if not text.strip()), None):
             raise ValueError(f"text {empty} of --texts is empty: expected words.")
-        from kiloword.api import load
         from kiloword.distributed.by_device import announce, reason_of
         from kiloword.evaluation.command import labels
 
         images, names = image_files(self.images), labels([self.model, *self.beside])
-        trusts = [self.trust, *(Trust(trust_code=self.trust.trust_code) for _ in self.beside)]
-        matchers = [
-            load(model, self.device, method=trust.method, trust_code=trust.trust_code, precision=self.precision)
-            for model, trust in zip((self.model, *self.beside), trusts, strict=True)
-        ]
+        others = (loaded(model, self, Trust(trust_code=self.trust.trust_code)) for model in self.beside)
+        matchers = [loaded(self.model, self, self.trust), *others]
         network = matchers[0].model
         announce(str(network.device), network.precision, reason_of(self.precision, network.config))
         if self.explain is not None:
@@ -80,6 +76,13 @@ class Score(Device):
                 say(f"plane: {self.plane}")
             if self.explain is not None:
                 say(*write(self.explain, matchers[0], images, self.texts, self.maps or "last", self.explain_what))
+
+
+def loaded(model: str, where: Device, trust: Trust) -> Matcher:
+    """The model of a verb's flags."""
+    from kiloword.api import load
+
+    return load(model, where.device, method=trust.method, trust_code=trust.trust_code, precision=where.precision)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,22 +109,17 @@ class Classify(Device):
         if self.top < 1:
             raise ValueError(f"--top is {self.top}: expected at least 1.")
         import torch
-        from torch import Tensor
 
-        from kiloword.api import load
         from kiloword.api.batches import image_batch
         from kiloword.data.classes.names import read_templates, slotted
         from kiloword.files import write_json
         from kiloword.model.encoding import chunks
         from kiloword.terminal.progress import showing, track
 
-        files, names, trust = image_files(self.images), _class_names(self.classes), self.trust
-        given = self.templates
+        files, names, given = image_files(self.images), _class_names(self.classes), self.templates
         templates = read_templates(given[0]) if len(given) == 1 else slotted(given, "--templates")
-        matcher = load(
-            self.model, self.device, method=trust.method, trust_code=trust.trust_code, precision=self.precision
-        )
-        answers, skipped, left = dict[str, list[tuple[str, float]]](), dict[str, str](), LeftOut("image")
+        matcher = loaded(self.model, self, self.trust)
+        answers, skipped, left = list[dict[str, Any]](), dict[str, str](), LeftOut("image")
         with showing():
             classes = matcher.class_features(names, templates)
             parts = list(chunks(len(files), self.batch or image_batch(matcher.model)))
@@ -129,29 +127,26 @@ class Classify(Device):
                 usable = {}
                 for path in files[part]:
                     try:
-                        usable[str(path)] = matcher.preprocess(path)
+                        usable[path] = matcher.preprocess(path)
                     except ValueError as error:
                         skipped[str(path)] = str(error)
                         left.add(str(path), str(error).removeprefix(f"image {path} "))
                 if usable:
                     best = matcher.classify(torch.stack(list(usable.values())), classes).topk(min(self.top, len(names)))
-                    for name, row in zip(usable, zip(*map(Tensor.tolist, best), strict=True), strict=True):
-                        answers[name] = [(names[at], share) for share, at in zip(*row, strict=True)]
+                    for path, shares, places in zip(usable, best.values.tolist(), best.indices.tolist(), strict=True):
+                        found = zip(places, shares, strict=True)
+                        described = [{"name": names[at], "probability": share} for at, share in found]
+                        answers.append({"image": str(path), "classes": described})
         warn(*left.lines())
         if not answers:
             raise ValueError(f"none of {len(files)} images can be used: see above.")
-        listed = list(answers)[:LISTED]
-        titles = dict(zip(listed, shown_names(list(map(Path, listed))), strict=True))
-        rows = [(titles[path], name, f"{share:.3f}") for path in listed for name, share in answers[path]]
-        say_table(rows, "image", "class", "probability")
-        if len(answers) > LISTED:
-            say(f"and {len(answers) - LISTED:,} more images: --json FILE writes all.")
+        titles = shown_names([Path(one["image"]) for one in answers])
+        every = [(title, c) for title, one in zip(titles, answers, strict=True) for c in one["classes"]]
+        say_table(
+            [(title, c["name"], f"{c['probability']:.3f}") for title, c in every], "image", "class", "probability"
+        )
         if self.json is not None:
-            described = [
-                {"image": path, "classes": [{"name": name, "probability": share} for name, share in best]}
-                for path, best in answers.items()
-            ]
-            write_json(self.json, {"images": described, "skipped": skipped})
+            write_json(self.json, {"images": answers, "skipped": skipped})
 
 
 def _class_names(classes: Sequence[str]) -> list[str]:
@@ -160,13 +155,11 @@ def _class_names(classes: Sequence[str]) -> list[str]:
 
     if len(classes) == 1 and (classes[0] in classname_sets() or Path(classes[0].partition("?")[0]).is_file()):
         return list(read_classnames(classes[0]))
-    if len(classes) < 2 or any(not name.strip() for name in classes):
+    if len(classes) < 2 or len(set(classes)) < len(classes) or any(not name.strip() for name in classes):
         raise ValueError(
-            f"--classes is {shown(', '.join(classes))[:200]}: expected two names or more, a file of them, or a "
-            "data set whose names are known (`kiloword data names`)."
+            f"--classes is {shown(', '.join(classes))[:200]}: expected two different names or more, a file of them, or "
+            "a data set whose names are known (`kiloword data names`)."
         )
-    if twice := [name for n, name in enumerate(classes) if name in classes[:n]]:
-        raise ValueError(f"--classes names {twice[0][:100]} twice, which would share its probability: give it once.")
     return list(classes)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel  # the counter does not know the fused kernel of CPUs
 from torch.utils.flop_counter import FlopCounterMode
 
-from kiloword.cli.describe import extras, flops, hints, machine, parameters, slots
+from kiloword.cli.describe import extras, flops, parameters, slots
 from kiloword.cli.main import main
 from kiloword.config.recipes import sizes
 from kiloword.distributed.device import cores
@@ -67,17 +67,10 @@ def test_sizes_name_every_size(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_doctor_says_what_is_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: cores() + 1)
     main(["doctor"])
     output = capsys.readouterr().out
     assert torch.__version__ in output
-    assert "OMP_NUM_THREADS=3 OMP_WAIT_POLICY=ACTIVE" in output
-    assert ("OMP_WAIT_POLICY=PASSIVE" in output) == (not torch.cuda.is_available())
-    assert f"set OMP_NUM_THREADS={cores()}" in output
-    assert machine()["cores"] == str(cores())
+    assert "OMP_WAIT_POLICY=ACTIVE" in output
+    assert f"{torch.get_num_threads()} of torch on {cores()} cores" in output
     assert extras()["fast"]["simplejpeg"]
-    monkeypatch.setattr(torch, "get_num_threads", cores)
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
-    assert not any("OMP_" in hint for hint in hints())

@@ -132,7 +132,7 @@ def test_classes_of_a_file_and_of_a_data_set(place: Path, capsys: pytest.Capture
         ("score --texts a --images none.png", "none.png"),
         ("score --texts a --images BAD", "not an image"),
         ("classify --classes circle", "--classes"),
-        ("classify --classes circle star circle", "circle twice"),
+        ("classify --classes circle star circle", "different names"),
         ("classify --classes circle star --top 0", "--top"),
         ("classify --classes circle star --templates plain", "{c}"),
         ("classify --classes circle star --device tpu", "cuda"),

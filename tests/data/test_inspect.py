@@ -146,7 +146,7 @@ def test_pairs_are_rewritten_from_end_to_end(red_and_blue: str, tmp_path: Path) 
         ("stats scenes?n=4 --as . --png a", "config.json"),
         ("pairs scenes?n=4", "data pairs SRC --as RUN --out"),
         ("stats scenes?n=4 --out a", "--out"),
-        ("pairs scenes?n=4 --as clip-c --out a", "another partner"),
+        ("pairs scenes?n=4 --as clip-c --out a", "new ones in each epoch"),
         ("pairs scenes?n=4 --as clip --out a", "no pairs"),
     ],
 )
