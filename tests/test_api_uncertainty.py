@@ -116,11 +116,11 @@ def test_softmax_knows_no_overlap_and_nothing_is_no_pairs() -> None:
 
 
 WRONG: list[tuple[Any, str]] = [
-    (["a dog"], "is a list: expected a tensor"),
-    ({"log_var": torch.zeros(2, 16)}, "is a NoneType"),
+    (["a dog"], "need a .vec."),
+    ({"log_var": torch.zeros(2, 16)}, "need a .vec."),
     ({"vec": torch.zeros(2, 16)}, r'no "log_var".*prolip.*\+gaussian'),
-    ({"vec": torch.zeros(2, 16), "log_var": torch.zeros(1, 16)}, r"expected both \[N, D\]"),
-    ({"vec": torch.zeros(1, 2, 16), "log_var": torch.zeros(1, 2, 16)}, r"is a Tensor \[1, 2, 16\]"),
+    ({"vec": torch.zeros(2, 16), "log_var": torch.zeros(1, 16)}, "log_var"),
+    ({"vec": torch.zeros(1, 2, 16), "log_var": torch.zeros(1, 2, 16)}, "need a .vec."),
     (at(1.0, -5.0, dim=4), "dimensions: expected features of one model"),
 ]
 

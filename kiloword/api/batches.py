@@ -32,16 +32,12 @@ def check_room(few: Features, count: int, what: str, device: torch.device) -> No
 
     Args: few: features of a few of them, on any device; what: "images" or "texts".
     """
-    each = {name: value[0].numel() * value.element_size() for name, value in few.items()}
-    needed, free = count * sum(each.values()), free_bytes(device)
-    if needed <= free:
-        return
-    largest = max(each, key=lambda name: each[name])
-    shape = " x ".join(map(str, few[largest].shape[1:]))
-    raise ValueError(
-        f"the features of {count:,} {what} take {needed / 2**30:,.1f} GiB, mostly {largest} of {shape} numbers each, "
-        f"and {free / 2**30:,.1f} GiB of memory are free: evaluate fewer, or search in an index (`kiloword index`)."
-    )
+    needed = count * sum(value[0].numel() * value.element_size() for value in few.values())
+    if needed > (free := free_bytes(device)):
+        raise ValueError(
+            f"the features of {count:,} {what} take {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are "
+            "free: evaluate fewer, or search in an index (`kiloword index`)."
+        )
 
 
 def in_batches(count: int, batch: int, encode: Callable[[slice], Features], smaller: bool) -> Iterator[Features]:

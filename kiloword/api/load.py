@@ -18,7 +18,6 @@ from kiloword.models.trust import Trust
 from kiloword.terminal import warn
 
 if TYPE_CHECKING:
-    from kiloword.config.recipes import ModelFile
     from kiloword.model.model import Model
 
 LONGEST_CARD = 1 << 20  # bytes
@@ -61,14 +60,9 @@ def load(
     if dim is not None:
         if note := keep_prefix_(model, dim):
             warn(f"note: {note}")
-        file = _without(file, "matryoshka")
+        settings = {name: value for name, value in file.settings.items() if name != "matryoshka"}
+        file = replace(file, method=omitted(file.method, "matryoshka"), settings=settings)
     return Matcher(model, tokenizer, slots, file, read_card(folder))
-
-
-def _without(file: ModelFile, component: str) -> ModelFile:
-    """The settings of a model without a component of its method."""
-    settings = {name: value for name, value in file.settings.items() if name != component}
-    return replace(file, method=omitted(file.method, component), settings=settings)
 
 
 def read_card(folder: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kiloword.api.batches import image_batch, in_batches, text_batch
-from kiloword.api.features import check_widths, finite, gaussians, naming_missing_features, rows_of
+from kiloword.api.features import both, finite, rows_of
 from kiloword.api.show import ScoreTable, ShownFeatures
 from kiloword.config.recipes import Nearest
 from kiloword.data.classes import Templates
@@ -100,8 +100,7 @@ class Matcher:
         """
         if self.file is None:
             raise ValueError(
-                "this Matcher was not loaded from a model folder, so that no config.json is known for it: use "
-                "kiloword.models.model_folder.save_model, which takes one."
+                "this Matcher was not loaded from a model folder: kiloword.models.model_folder.save_model."
             )
         folder, file = Path(folder).expanduser(), replace(self.file, model=self.model.config)
         before = self.file.model if self.method is None else self.method.shape(self.file.model)
@@ -130,9 +129,9 @@ class Matcher:
         """Preprocess one image: uint8 [3, H, W], which the model normalises itself."""
         return prepare([image], self._transform)[0]
 
-    def pixels(self, images: Images) -> Tensor:
+    def pixels(self, images: Images, first: int = 0) -> Tensor:
         """Preprocess images: uint8 [I, 3, H, W] on the model's device. Raises: ValueError as `encode_image`."""
-        return prepare(as_list(images), self._transform).to(self.model.device)
+        return prepare(as_list(images), self._transform, first).to(self.model.device)
 
     def encode_image(self, images: Images, batch: int | None = None, progress: bool | None = None) -> Features:
         """Features of I images, every value [I, ...]: "vec" [I, D] has norm 1. For one image [...] and [D].
@@ -145,8 +144,7 @@ class Matcher:
             raise ValueError(f"the batch size is {size}: expected at least 1.")
 
         def encode(part: slice) -> Features:
-            pixels = prepare(several[part], self._transform, part.start).to(self.model.device)
-            return self.model.encode_image(pixels)[1]
+            return self.model.encode_image(self.pixels(several[part], part.start))[1]
 
         with inference(self.model), showing(progress):
             parts = list(in_batches(len(several), size, encode, smaller=batch is None))
@@ -177,34 +175,37 @@ class Matcher:
         infinite.
         Source: arXiv:2410.18857, eq. A.1.
         """
-        _check_nearest(nearest)
-        image_features = rows_of(images if isinstance(images, dict) else self.encode_image(images))
-        text_features = rows_of(texts if isinstance(texts, dict) else self.encode_text(texts))
-        if nearest == "csd":
-            return finite(1 - 0.5 * self.distance(image_features, text_features))
-        check_widths(image_features, text_features)
-        with inference(self.model):
-            if nearest == "cosine":
-                return finite(at_least_float(image_features["vec"]) @ at_least_float(text_features["vec"]).T)
-            with naming_missing_features(image_features, text_features):
-                return finite(self.model.score(image_features, text_features))
+        images = images if isinstance(images, dict) else self.encode_image(images)
+        texts = texts if isinstance(texts, dict) else self.encode_text(texts)
+        return self._scores(nearest, images, texts, csd_matrix, lambda a, b: a @ b.T, self.model.score)
 
     def score_pairs(self, images: Features, texts: Features, nearest: Nearest | None = None) -> Tensor:
         """Scores of image n with text n, for features of N images and N texts: [N]. Args, errors: as of `score`."""
-        _check_nearest(nearest)
-        images, texts = gaussians(images, texts) if nearest == "csd" else (rows_of(images), rows_of(texts))
-        n, t = len(images["vec"]), len(texts["vec"])
+        n, t = (len(rows_of(features)["vec"]) for features in (images, texts))
         if n != t:
-            raise ValueError(f"score_pairs got {n} images and {t} texts: expected one text per image")
+            raise ValueError(f"score_pairs got {n} images and {t} texts: expected one text per image.")
+        own = self.model.head.score_pairs
+        return self._scores(nearest, images, texts, csd, lambda a, b: (a * b).sum(-1), own)
+
+    def _scores(
+        self,
+        nearest: Nearest | None,
+        images: Features,
+        texts: Features,
+        distance: Callable[[Features, Features], Tensor],
+        cosine: Callable[[Tensor, Tensor], Tensor],
+        own: Callable[[Features, Features], Tensor],
+    ) -> Tensor:
+        """One of three scores of features."""
+        if nearest not in (None, "cosine", "csd"):
+            raise ValueError(f"nearest is {nearest!r}: expected cosine, csd or None, the model's score.")
+        images, texts = both(images, texts, gaussian=nearest == "csd")
         with inference(self.model):
             if nearest == "csd":
-                scores = 1 - 0.5 * csd(images, texts)
-            elif nearest == "cosine":
-                scores = (at_least_float(images["vec"]) * at_least_float(texts["vec"])).sum(-1)
-            else:
-                with naming_missing_features(images, texts):
-                    scores = self.model.head.score_pairs(images, texts)
-            return finite(scores)
+                return finite(1 - 0.5 * distance(images, texts))
+            if nearest == "cosine":
+                return finite(cosine(at_least_float(images["vec"]), at_least_float(texts["vec"])))
+            return finite(own(images, texts))
 
     def uncertainty(self, features: Features) -> Tensor:
         """Uncertainty of N images or texts, the sum of the variances of each: [N].
@@ -220,9 +221,8 @@ class Matcher:
         In closed form: 2 - 2 cosine of the means, plus both uncertainties.
         Raises: ValueError when the features are not Gaussian. Source: arXiv:2410.18857, eq. 1.
         """
-        a, b = gaussians(a, b)
         with inference(self.model):
-            return csd_matrix(a, b)
+            return csd_matrix(*both(a, b, gaussian=True))
 
     def inclusion(self, a: Features, b: Features, form: Form = "paper") -> Tensor:
         """H(a in b) of every a with every b, summed over dimensions: [N_a, N_b], positive where b is more general.
@@ -233,11 +233,10 @@ class Matcher:
         Args: a, b: features of images or texts; form: "paper", eq. 3 as printed; "exact", its integral.
         Raises: ValueError when the features are not Gaussian. Source: arXiv:2410.18857, eq. 4.
         """
-        a, b = gaussians(a, b)
         if form not in ("paper", "exact"):
-            raise ValueError(f'form is {form!r}: expected "paper" or "exact"')
+            raise ValueError(f"form is {form!r}: expected paper or exact.")
         with inference(self.model):
-            return inclusion_matrix(a, b, form=form)
+            return inclusion_matrix(*both(a, b, gaussian=True), form=form)
 
     def includes(self, a: Features, b: Features, overlap: float | None = None, form: Form = "paper") -> Tensor:
         """Whether a lies within b, for every a and every b: bool [N_a, N_b].
@@ -252,10 +251,7 @@ class Matcher:
         """
         head = self.model.head
         if overlap is None and head.bias is None:
-            raise ValueError(
-                "overlap=None asks what the model calls a match, but one trained by softmax never learned that: give "
-                "overlap, a distance in (0, 4)"
-            )
+            raise ValueError("a model trained by softmax never learned that: give overlap, a distance in (0, 4).")
         within, distance = self.inclusion(a, b, form) > 0, self.distance(a, b)
         with inference(self.model):
             return within & (head.logits(1 - 0.5 * distance) > 0 if overlap is None else distance < overlap)
@@ -319,8 +315,7 @@ class Matcher:
     def _parts(self, images: Images, batch: int) -> Iterator[Tensor]:
         """Preprocessed images on the model's device, uint8 [batch, 3, H, W]."""
         several = as_list(images)
-        for part in chunks(len(several), batch):
-            yield prepare(several[part], self._transform, part.start).to(self.model.device)
+        return (self.pixels(several[part], part.start) for part in chunks(len(several), batch))
 
     @property
     def _transform(self) -> EvalTransform:
@@ -331,8 +326,3 @@ class Matcher:
 def _features(features: Features, one: bool) -> Features:
     """What is shown; of one item without the leading dimension."""
     return ShownFeatures({name: value[0] if one else value for name, value in features.items()})
-
-
-def _check_nearest(nearest: Nearest | None) -> None:
-    if nearest not in (None, "cosine", "csd"):
-        raise ValueError(f"nearest is {nearest!r}: expected cosine, csd or None, the model's score.")

@@ -9,11 +9,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image
 from torch import Tensor
 
-from kiloword.report import image_data
+from kiloword.report import image_data, thumbnail
 from kiloword.terminal import shown
 from kiloword.types import Features
 
@@ -25,11 +23,7 @@ class ShownFeatures(Features):
     """Features that print as their shapes; a dict in all else, and pickled as one."""
 
     def __repr__(self) -> str:
-        kinds = (
-            f"{name}: {str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
-            for name, value in self.items()
-        )
-        return f"Features({', '.join(kinds)})"
+        return f"Features({', '.join(f'{name} {list(value.shape)}' for name, value in self.items())})"
 
     def __reduce__(self) -> Any:
         return OrderedDict, (list(self.items()),)
@@ -45,32 +39,27 @@ class ScoreTable:
     pixels: Tensor  # uint8 [I, 3, H, W]
 
     def _rows(self) -> list[list[str]]:
-        """The table as text, texts above it, and below it what it omits."""
+        """The table as text, texts above it."""
         names = [Path(one).name if isinstance(one, str | Path) else f"image {n}" for n, one in enumerate(self.images)]
-        cells = [[f"{score:.3f}" for score in row[:COLUMNS]] for row in self.scores.tolist()]
-        rows = [["image", *self.texts[:COLUMNS]], *([name, *row] for name, row in zip(names, cells, strict=True))]
-        omitted = {"images": len(names) - ROWS, "texts": len(self.texts) - COLUMNS}
-        more = " and ".join(f"{n} more {what}" for what, n in omitted.items() if n > 0)
-        return [[_cut(cell) for cell in row] for row in rows[: ROWS + 1]] + [[f"and {more}"]] * bool(more)
+        cells = [[f"{score:.3f}" for score in row[:COLUMNS]] for row in self.scores[:ROWS].tolist()]
+        rows = [["image", *self.texts[:COLUMNS]], *([name, *row] for name, row in zip(names, cells, strict=False))]
+        return [[shown(cell)[:LETTERS] for cell in row] for row in rows]
+
+    def _size(self) -> str:
+        return f"{len(self.images)} images, {len(self.texts)} texts"
 
     def __repr__(self) -> str:
         rows = self._rows()
-        widths = [max(len(row[c]) for row in rows if len(row) > 1) for c in range(len(rows[0]))]
-        return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=False)) for row in rows)
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+        return "\n".join([*lines, self._size()])
 
     def _repr_html_(self) -> str:
-        lines = []
-        for n, row in enumerate(self._rows()):
-            best = max(row[1:], key=float) if 0 < n <= len(self.images) and len(row) > 1 else None
-            cells = [f"<b>{cell}</b>" if cell == best else escape(cell) for cell in row]
-            if best is not None:
-                image = Image.fromarray(self.pixels[n - 1].permute(1, 2, 0).contiguous().numpy())
-                image.thumbnail((SIDE, SIDE))
-                cells[0] = f'<img src="{image_data(np.asarray(image))}" alt=""> {cells[0]}'
-            lines.append("".join(f"<td>{cell}</td>" for cell in cells))
-        return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
-
-
-def _cut(text: str) -> str:
-    text = shown(text)
-    return text if len(text) <= LETTERS else text[: LETTERS - 3] + "..."
+        head, *rows = self._rows()
+        lines = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
+        for (name, *cells), pixels in zip(rows, self.pixels, strict=False):
+            image = image_data(thumbnail(pixels.permute(1, 2, 0).contiguous().numpy(), SIDE))
+            best = max(cells, key=float)
+            scores = "".join(f"<td>{f'<b>{cell}</b>' if cell == best else cell}</td>" for cell in cells)
+            lines.append(f'<td><img src="{image}" alt=""> {escape(name)}</td>{scores}')
+        return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>{self._size()}"
