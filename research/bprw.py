@@ -18,9 +18,9 @@ from kiloword.data.open import open_source
 from kiloword.data.scenes.world import BACKGROUNDS, COLOURS, FILLS, TASKS
 from kiloword.evaluation.classes import Classes
 from kiloword.evaluation.command import labels
-from kiloword.evaluation.prompts import Chosen, Images, PromptOptions, Prompts, Way, check_gaussians
+from kiloword.evaluation.prompts import Chosen, Images, PromptOptions, Prompts, Way, choose
 from kiloword.evaluation.task import Inputs
-from kiloword.evaluation.zeroshot import chosen_by, encoded, encoded_images, judged
+from kiloword.evaluation.zeroshot import encoded, encoded_images, figures
 from kiloword.files import write_json
 from kiloword.terminal import say
 from research.arms import in_one_message
@@ -83,8 +83,7 @@ def judge(matcher: Matcher, task: str, options: BprwOptions) -> list[Found]:
     source = open_source(f"scenes:test?task={task}&n={options.n}", matcher.model.config.image.size)
     class_prompts = {name: [prompt for prompt, _ in own] for name, own in prompts.items()}
     true = {name: [prompt for prompt, kind in own if kind == KINDS[0]] for name, own in prompts.items()}
-    (_, asked), (_, right) = encoded(matcher, names, class_prompts), encoded(matcher, names, true)
-    check_gaussians(asked.texts, "bprw", PromptOptions())
+    asked, right = encoded(matcher, names, class_prompts), encoded(matcher, names, true)
     images = encoded_images(Inputs(matcher, source, options.batch), Classes(names))
     kinds = [kind for own in prompts.values() for _, kind in own]
     return [dict(_draw(matcher, asked, right, images, kinds, seed)) for seed in range(options.draws)]
@@ -94,18 +93,18 @@ def _draw(
     matcher: Matcher, asked: Prompts, right: Prompts, images: Images, kinds: Sequence[str], seed: int
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Every way with one choice of labelled images."""
-    few = chosen_by(matcher, "bprw", asked, images, PromptOptions(shots=SHOTS, seed=seed))
+    few = choose("bprw", matcher, asked, images, PromptOptions(shots=SHOTS, seed=seed))
     rest = images.without(few.taken)
-    alone = chosen_by(matcher, "ensemble", right, rest, PromptOptions())
+    alone = choose("ensemble", matcher, right, rest, PromptOptions())
     yield RIGHT, {"acc1": _accuracy(matcher, rest, alone)}
     for name, (way, given) in WAYS.items():
         drawn = replace(given, seed=seed) if way == "bprw" else given
-        chosen = few if given.shots else chosen_by(matcher, way, asked, rest, drawn)
+        chosen = few if given.shots else choose(way, matcher, asked, rest, drawn)
         yield name, {"acc1": _accuracy(matcher, rest, chosen), **_by_kind(chosen, kinds)}
 
 
 def _accuracy(matcher: Matcher, images: Images, chosen: Chosen) -> float:
-    return dict(judged(matcher.score, images, chosen.classes))["acc1"]
+    return dict(figures(matcher.score(images.images, chosen.classes).cpu(), images.labels))["acc1"]
 
 
 def _by_kind(chosen: Chosen, kinds: Sequence[str]) -> dict[str, float]:

@@ -14,9 +14,9 @@ from torch import Tensor
 from kiloword.api import Matcher
 from kiloword.data.tree import ClassTree
 from kiloword.evaluation.classes import Classes
-from kiloword.evaluation.prompts import Images, PromptOptions, Prompts, Way, by_class, labelled
+from kiloword.evaluation.prompts import Images, PromptOptions, Prompts, Way, by_class, choose, labelled
 from kiloword.evaluation.task import Inputs
-from kiloword.evaluation.zeroshot import chosen_by, encoded, encoded_images
+from kiloword.evaluation.zeroshot import encoded, encoded_images
 from kiloword.types import Features
 from research.classes import tree_of
 from research.evidence import Outcomes
@@ -52,13 +52,13 @@ def prompted(matcher: Matcher, val: str) -> dict[str, Any]:
     source = tree_of(val)
     class_prompts = noisy(source.tree)
     names = list(class_prompts)
-    _, asked = encoded(matcher, names, class_prompts)
+    asked = encoded(matcher, names, class_prompts)
     images = encoded_images(Inputs(matcher, source), Classes(names))
-    few = labelled(images, names, PromptOptions(shots=SHOTS))  # [C, 5]
+    few = labelled(images, len(names), PromptOptions(shots=SHOTS))  # [C, 5]
     rest = images.without(few.flatten())
     ways = WAYS if matcher.model.head.uncertainty is not None else {"ensemble": WAYS["ensemble"]}
     classes = {
-        name: chosen_by(matcher, way, asked, images if options.shots else rest, options).classes
+        name: choose(way, matcher, asked, images if options.shots else rest, options).classes
         for name, (way, options) in ways.items()
     } | {NEAREST: nearest(asked, images.images["vec"][few])}
     outcomes = {f"prompts {name}": _right(matcher, rest, of_way) for name, of_way in classes.items()}

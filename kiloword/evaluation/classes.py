@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,6 @@ from kiloword.types import Source
 
 NONE, OTHER = -1, -2  # places of a row without label, and of one whose class is not among those of the task
 NOT_AMONG = "its class is not among the class names"  # why a row is skipped
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Classes:
     @property
     def labels(self) -> int:
         """The number of classes that labels of the data count."""
-        return len(self) if self.place is None else len(self.place)
+        return len(self.names if self.place is None else self.place)
 
     def places(self, labels: Tensor) -> Tensor:
         """Classes of labels, [n] int64; labels below 0 stay. Raises: ValueError for one out of range."""
@@ -44,22 +42,22 @@ class Classes:
     def targets(self, part: EvalBatch) -> Tensor:
         """Classes of images that may have several: [n, C] int64, 0 or 1; -1 for an image without label.
 
-        Raises: ValueError for a class out of range, an image with one class, a set of another number of classes.
+        Raises: ValueError for a class out of range, a set of another number of classes, and an image with one class.
         """
         sets = part.label_sets or []
         targets = torch.zeros(len(sets), len(self), dtype=torch.int64)
         for row, classes in enumerate(sets):
-            if classes is None:
-                if part.labels is not None and part.labels[row] >= 0:
-                    raise ValueError(f"{part.keys[row]} has one class, but other images have lists: expected lists.")
+            if classes is not None:
+                if classes.classes not in (None, self.labels):
+                    raise ValueError(
+                        f"{part.keys[row]} has a label of {classes.classes} classes, not of {self.labels}."
+                    )
+                places = self.places(torch.tensor(classes.indices, dtype=torch.int64))
+                targets[row, places[places >= 0]] = 1
+            elif part.labels is None or part.labels[row] < 0:
                 targets[row] = NONE
-                continue
-            if classes.classes not in (None, self.labels):
-                raise ValueError(
-                    f"{part.keys[row]} has a label of {classes.classes} classes, but there are {self.labels}."
-                )
-            places = self.places(torch.tensor(classes.indices, dtype=torch.int64))
-            targets[row, places[places >= 0]] = 1
+            else:
+                raise ValueError(f"{part.keys[row]} has one class, but other images have lists: expected lists.")
         return targets
 
 
@@ -80,19 +78,11 @@ def classes_of(source: Source, chosen: Sequence[str] | str | None) -> Classes | 
     if not named or named == names:
         return Classes(names)
     places = [OTHER if place is None else place for place in places_among(named, names)]
-    known = sum(place != OTHER for place in places)
-    if known == len(named) or known == len(names):
+    if sum(place != OTHER for place in places) in (len(named), len(names)):
         return Classes(names, torch.tensor(places))
-    moved = next((name for at, name in enumerate(named) if places[at] not in (at, OTHER)), None)
-    if len(named) == len(names) and moved is None:
-        at = places.index(OTHER)
-        log.warning(
-            "%s: %d of its %d class names are not among those given, which are taken in order: %r is %r.",
-            source.name, len(names) - known, len(names), shown(named[at][:60]), shown(names[at][:60]),
-        )  # fmt: skip
+    if len(named) == len(names) and all(place in (at, OTHER) for at, place in enumerate(places)):
         return Classes(names)
-    differ = f", of which {shown(moved[:60])!r} is in another place" if moved else ""
     raise ValueError(
-        f"{len(names)} class names are given, but {source.name} has {len(named)} classes{differ}, the first "
+        f"{len(names)} class names are given, but {source.name} has {len(named)} classes, the first "
         f"{shown(', '.join(named[:3])[:200])}: expected as many in the same order, or the same names."
     )

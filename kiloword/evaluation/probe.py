@@ -20,9 +20,9 @@ from kiloword.config.settings import BaseSettings, check, setting
 from kiloword.data.open import open_source
 from kiloword.evaluation.classes import Classes, classes_of
 from kiloword.evaluation.features import labelled
-from kiloword.evaluation.metrics import classification, standing
 from kiloword.evaluation.task import ClassNames, Data, Findings, Inputs, Task
 from kiloword.evaluation.zeroshot import TASK as ZEROSHOT
+from kiloword.evaluation.zeroshot import figures
 from kiloword.model.encoding import chunks
 from kiloword.randomness import key
 from kiloword.terminal.progress import track
@@ -95,7 +95,7 @@ def run(inputs: Inputs, options: ProbeTaskOptions) -> Findings:
         rows = drawn(rows, chosen.shots, source.fingerprint, chosen.seed)
     count = max(1 + int(torch.cat([rows.y, test.y]).max()), len(classes or of_test or ()))
     layer = steps(rows, start(rows.x.shape[1], count, chosen.recipe, chosen.seed), chosen)
-    yield from classification(standing(F.linear(test.x, *layer), F.one_hot(test.y, count).bool()), test.y, count)
+    yield from figures(F.linear(test.x, *layer), test.y)
     yield "train_acc1", float((F.linear(rows.x, *layer).argmax(1) == rows.y).double().mean())
     yield "train_rows", float(len(rows.x))
     yield "weight_decay", chosen.weight_decay

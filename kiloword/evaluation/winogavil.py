@@ -15,7 +15,7 @@ from kiloword.evaluation.compositional import Cut, Item, scored
 from kiloword.evaluation.metrics import rounding
 from kiloword.evaluation.task import Findings, Inputs, Task
 
-SETS = {"5": (5, 5), "6": (6, 6), "10": (10, 10), "12": (12, 12), "5-6": (0, 6), "10-12": (10, 12)}  # of candidates
+SETS = {"5-6": range(7), "10-12": range(10, 13)}  # of candidates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,17 +28,16 @@ class WinogavilTaskOptions:
 def run(inputs: Inputs, options: WinogavilTaskOptions) -> Findings:
     """Choose as many candidates as there are associations, those with the highest scores, and compare both sets.
 
-    `avg_jaccard_score` over all items, `jaccard_score_N` over those with N candidates; 5 to 6 and 10 to 12 together.
+    `avg_jaccard_score` over all items, `jaccard_score_5-6` and `_10-12` over those with so many candidates.
     Prompts are "A cue" and "An cue", as in DataComp's evaluation. Ties get their expected value.
     Raises: ValueError for a file without these columns, and where no item has all its images.
     """
-    usable, scores, _, _ = scored(inputs, read(options.pairs))
-    counts = [len(item.images) for item in usable]
-    values = [jaccard(s[:, 0], torch.tensor(item.chosen)) for s, item in zip(scores, usable, strict=True)]
+    _, usable = scored(inputs, read(options.pairs))
+    values = [(len(item.images), jaccard(scores[:, 0], torch.tensor(item.chosen))) for item, scores, _ in usable]
     yield "items", float(len(usable))
-    yield "avg_jaccard_score", sum(values) / len(values)
-    for name, (least, most) in SETS.items():
-        chosen = [value for value, count in zip(values, counts, strict=True) if least <= count <= most]
+    yield "avg_jaccard_score", sum(value for _, value in values) / len(values)
+    for name, counts in SETS.items():
+        chosen = [value for count, value in values if count in counts]
         if chosen:
             yield f"jaccard_score_{name}", sum(chosen) / len(chosen)
 
@@ -59,29 +58,23 @@ def jaccard(scores: Tensor, relevant: Tensor) -> float:
 
 
 def read(path: Path | None) -> list[Item]:
-    """The items of a file, and which candidates of each are associated with its cue.
-
-    Raises: ValueError for another file, naming the line.
-    """
-    if path is None:
-        raise ValueError("--pairs is missing: name winogavil_dataset.csv, which has cues and their associations.")
+    """The items of a file, and which candidates of each are associated with its cue. Raises: ValueError for others."""
     items = []
-    with Path(path).open(newline="", encoding="utf-8-sig") as file:
-        for n, row in enumerate(csv.DictReader(file), start=2):
-            try:
+    try:
+        with Path(path or "").open(newline="", encoding="utf-8-sig") as file:
+            for row in csv.DictReader(file):
                 cue, names, right = row["cue"].lower(), *(json.loads(row[c]) for c in ("candidates", "associations"))
-                if not right or not set(right) <= set(names):
+                prompt, chosen = f"{'An' if cue[0] in 'aeiou' else 'A'} {cue}", tuple(name in right for name in names)
+                if not 0 < sum(chosen) == len(right):
                     raise ValueError
-                prompt = f"{'An' if cue[0] in 'aeiou' else 'A'} {cue}"
-                chosen = tuple(name in right for name in names)
                 items.append(Item("winogavil", tuple(Cut(str(name)) for name in names), (prompt,), chosen=chosen))
-            except (LookupError, ValueError, TypeError, AttributeError):
-                raise ValueError(
-                    f"{path}, line {n}: expected the columns cue, candidates and associations, the last two as JSON "
-                    'lists of names (["bee", "hat"]), and every association among the candidates.'
-                ) from None
+    except (LookupError, ValueError, TypeError, AttributeError, IsADirectoryError):
+        items = []
     if not items:
-        raise ValueError(f"{path} has no rows: expected the columns cue, candidates and associations.")
+        raise ValueError(
+            f"--pairs {path}: expected winogavil_dataset.csv, with the columns cue, candidates and associations, the "
+            'last two as JSON lists of names (["bee", "hat"]), and every association among the candidates.'
+        )
     return items
 
 

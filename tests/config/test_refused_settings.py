@@ -14,7 +14,6 @@ from kiloword.data.map_style import MapStyleSource
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.errors import LeftOut, sentence_of
 from kiloword.evaluation import evaluate
-from kiloword.evaluation.prompts import PromptOptions
 from kiloword.generation.captioner import Captioner
 from kiloword.generation.command import write_captions
 from kiloword.generation.options import GenerationOptions
@@ -40,7 +39,6 @@ FEATURES, OPTIONS = {"vec": torch.eye(2)}, GenerationOptions()
 REFUSED: dict[str, Callable[[], object]] = {
     "one text per image": lambda: matcher().score_pairs(FEATURES, {"vec": torch.ones(1, 2)}),
     "none of its 3 rows": lambda: evaluate(matcher(), "retrieval", BROKEN),
-    "coeff is nan": lambda: PromptOptions(coeff=float("nan")).check("filter"),
     "--batch is 0": lambda: write_captions(describer("coca"), GOOD, "none", OPTIONS, batch=0),
     "longest is 40 tokens": lambda: describer("coca").check(GenerationOptions(longest=40)),
     "answers questions": lambda: describer("vqa").check(OPTIONS),

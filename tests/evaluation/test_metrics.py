@@ -6,15 +6,14 @@ from collections.abc import Callable
 from itertools import pairwise, permutations
 from statistics import fmean
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kiloword.evaluation import metrics
+from kiloword.evaluation.zeroshot import figures
 
 Ranking = tuple[int, ...]
 
@@ -53,8 +52,9 @@ def test_ties_give_the_mean_over_all_their_orders(query: tuple[list[float], list
     s, r = torch.tensor([scores]), torch.tensor([flags])
     any_hit = expected(scores, lambda ranking: float(bool(relevant & set(ranking[:k]))))
     assert metrics.recall_at(s, r, k).item() == pytest.approx(any_hit)
-    precision = expected(scores, lambda ranking: len(relevant & set(ranking[:k])) / k)
-    assert metrics.precision_at(s, r, torch.tensor([k])).item() == pytest.approx(precision)
+    if relevant:
+        r_precision = expected(scores, lambda p: len(relevant & set(p[: len(relevant)])) / len(relevant))
+        assert metrics.r_precision(s, r).item() == pytest.approx(r_precision)
     ap = expected(scores, lambda ranking: slow_average_precision(ranking, relevant))
     assert metrics.average_precision(s, r).item() == pytest.approx(ap)
 
@@ -87,22 +87,14 @@ def test_nan_is_refused() -> None:
         metrics.recall_at(torch.tensor([[1.0, torch.nan]]), torch.tensor([[True, False]]), 1)
 
 
-def of_labels(scores: Tensor, labels: Tensor) -> metrics.Standing:
-    return metrics.standing(scores, torch.nn.functional.one_hot(labels, scores.shape[1]).bool())
-
-
 def test_classification_by_hand() -> None:
     scores = torch.tensor([[3.0, 2, 1], [3, 2, 1], [3, 2, 1], [1, 1, 0]])
     labels = torch.tensor([0, 0, 1, 1])  # class 2 never occurs: it does not count
-    values = dict(metrics.classification(of_labels(scores, labels), labels, 3))
+    values = dict(figures(scores, labels))
     assert values == {"acc1": (1 + 1 + 0 + 0.5) / 4, "mean_per_class_recall": (1 + 0.25) / 2}  # and no acc5
-    assert "acc5" in dict(metrics.classification(of_labels(torch.rand(2, 5), labels[:2]), labels[:2], 5))
-
-
-def test_a_class_without_positives_counts_zero() -> None:
-    scores, targets = torch.rand(5, 2), torch.zeros(5, 2)
-    targets[:, 0] = 1
-    assert metrics.average_precision(scores.T, targets.T.bool()).mean().item() == 0.5
+    assert "acc5" in dict(figures(torch.rand(2, 5), labels[:2]))
+    targets = torch.tensor([[1, 0]] * 5)  # a class without positives counts 0
+    assert dict(figures(torch.rand(5, 2), targets))["mean_average_precision"] == 0.5
 
 
 @pytest.fixture(scope="module")
@@ -145,58 +137,16 @@ def test_classification_equals_clip_benchmark(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(theirs, "float", lambda number: number.item(), raising=False)
     g = torch.Generator().manual_seed(0)
     scores, labels = torch.randn(500, 12, generator=g), torch.randint(12, (500,), generator=g) ** 2 // 12
-    ours = dict(metrics.classification(of_labels(scores, labels), labels, 12))
+    ours = dict(figures(scores, labels))
     accuracies = theirs.accuracy(scores, labels, topk=(1, 5))
     assert [ours["acc1"], ours["acc5"]] == pytest.approx(accuracies, abs=1e-12)
     balanced = balanced_accuracy_score(labels.numpy(), scores.argmax(1).numpy())
     assert ours["mean_per_class_recall"] == pytest.approx(balanced, abs=1e-12)
 
 
-@pytest.mark.usefixtures("clip_benchmark")
-def test_many_labels_equal_clip_benchmark() -> None:
-    from clip_benchmark.metrics.zeroshot_classification import average_precision_per_class
-
-    g = torch.Generator().manual_seed(1)
-    scores, targets = torch.randn(500, 12, generator=g), torch.rand(500, 12, generator=g) < 0.1
-    targets[:, 3] = False
-    theirs = average_precision_per_class(scores, targets).mean().item()
-    assert metrics.average_precision(scores.T, targets.T.bool()).mean().item() == pytest.approx(theirs, abs=1e-6)
-
-
-def points(relevant: NDArray[np.bool_], scores: NDArray[np.float64]) -> float:
-    """11-point average precision, one threshold after the other."""
-    best = [0.0] * 11
-    for threshold in scores:
-        chosen = scores >= threshold
-        hits, all_relevant = int((chosen & relevant).sum()), int(relevant.sum())
-        for r in range(11):
-            if 10 * hits >= r * all_relevant:
-                best[r] = max(best[r], hits / int(chosen.sum()))
-    return sum(best) / 11
-
-
-@pytest.mark.parametrize("decimals", [6, 1])
-def test_interpolated_average_precision(decimals: int) -> None:
-    g = torch.Generator().manual_seed(decimals)
-    scores = (torch.rand(6, 50, generator=g) * 10**decimals).round()
-    relevant = torch.rand(6, 50, generator=g) < torch.tensor([0.02, 0.1, 0.2, 0.5, 0.9, 1.0])[:, None]
-    relevant[0, 0] = True
-    computed = metrics.interpolated_average_precision(scores, relevant)
-    expected = [points(r.numpy(), s.double().numpy()) for s, r in zip(scores, relevant, strict=True)]
-    assert computed.tolist() == pytest.approx(expected)
-    assert metrics.interpolated_average_precision(scores, torch.zeros_like(relevant)).tolist() == [0] * 6
-
-
 def test_precisions_of_scikit_learn() -> None:
-    """Per class, also with ties for the 11 points."""
     sklearn = pytest.importorskip("sklearn.metrics", reason="needs scikit-learn")
     g = torch.Generator().manual_seed(0)
     scores, relevant = torch.rand(4, 30, generator=g), torch.rand(4, 30, generator=g) < 0.4
     expected = [sklearn.average_precision_score(r, s) for s, r in zip(scores.numpy(), relevant.numpy(), strict=True)]
     assert metrics.average_precision(scores, relevant).tolist() == pytest.approx(expected)
-    coarse = (4 * scores).round()
-    for row, (s, r) in enumerate(zip(coarse.numpy(), relevant.numpy(), strict=True)):
-        precision, recall, _ = sklearn.precision_recall_curve(r, s)
-        points = [precision[:-1][recall[:-1] >= level / 10 - 1e-12].max() for level in range(11)]
-        value = metrics.interpolated_average_precision(coarse, relevant)[row].item()
-        assert value == pytest.approx(float(np.mean(points)))

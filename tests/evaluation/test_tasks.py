@@ -80,7 +80,7 @@ def test_wrong_words_get_one_message(words: str, message: str, capsys: pytest.Ca
         (
             "retrieval",
             {"shortlst": 5},
-            "no option shortlst; it has: nearest, shortlist, extra_positives, folds, ks, chunk, batch, workers\\. Did",
+            "no option shortlst; it has: nearest, shortlist, folds, ks, chunk, batch, workers\\. Did",
         ),
         (
             "spectrum",

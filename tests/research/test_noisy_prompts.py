@@ -23,6 +23,6 @@ def test_a_class_has_its_caption_those_above_it_and_those_of_other_classes(tmp_p
 
 def test_the_nearest_prompt_of_a_class_is_that_of_its_own() -> None:
     texts = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8], [0.0, -1.0]])
-    asked = Prompts({"vec": texts}, torch.tensor([0, 0, 1, 1]), 2, ["a", "b"])
+    asked = Prompts({"vec": texts}, torch.tensor([0, 0, 1, 1]), 2)
     photos = torch.tensor([[[0.0, 1.0], [0.6, 0.8]], [[1.0, 0.0], [0.0, 1.0]]])  # class b is nearer to texts of a
     assert torch.equal(nearest(asked, photos)["vec"], texts[[1, 2]])
