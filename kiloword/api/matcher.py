@@ -19,7 +19,7 @@ from kiloword.data.classes.names import prompts
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.inputs import Images, OneImage, as_list, is_one, kind, prepare
 from kiloword.distributed.device import choose
-from kiloword.explain.maps import Explanation, Maps, explain, together
+from kiloword.explain.maps import Explanation, explain, together
 from kiloword.files import new_folder, write_atomic
 from kiloword.methods.prolip.gaussian import Form, csd, csd_matrix, inclusion_matrix, variance_sum
 from kiloword.methods.registry import preset
@@ -256,16 +256,11 @@ class Matcher:
         with inference(self.model):
             return within & (head.logits(1 - 0.5 * distance) > 0 if overlap is None else distance < overlap)
 
-    def explain(
-        self, images: Images, texts: Features | str | Sequence[str], maps: Maps = "last", batch: int = 16
-    ) -> Explanation:
-        """Where on every image every text looks, and how it mixes the image's tokens: see `Explanation`.
-
-        Args: maps: attention of the image tower's last block, or "rollout" over all blocks (arXiv:2005.00928).
-        """
+    def explain(self, images: Images, texts: Features | str | Sequence[str], batch: int = 16) -> Explanation:
+        """Where on every image every text looks, and how it mixes the image's tokens: see `Explanation`."""
         captions = rows_of(texts if isinstance(texts, dict) else self.encode_text(texts))
         with inference(self.model):
-            return together([explain(self.model, part, captions, maps) for part in self._parts(images, batch)])
+            return together([explain(self.model, part, captions) for part in self._parts(images, batch)])
 
     def caption(self, images: Images, options: GenerationOptions | None = None, batch: int = 16) -> list[list[Caption]]:
         """Captions of I images, best first: I lists of at most `options.num` (one, unless options say more).

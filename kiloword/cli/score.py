@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 WIDE, MANY = 40, 8  # longest text and number of texts that are columns of a table
 
-Drawing = Literal["maps", "words", "gradcam", "masks", "reconstruction"]
+Drawing = Literal["maps", "words", "gradcam", "reconstruction"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +35,11 @@ class Score(Device):
     model: Positional[str]  # model folder
     images: tuple[Path, ...]  # image files, or folders with subfolders
     texts: tuple[str, ...]  # texts to score
-    # folder for IMAGE.html, IMAGE.png (attention maps), weights.json; with decoders also inside.json
-    explain: Path | None = None
+    explain: Path | None = None  # folder for a page of each image, IMAGE.html: where texts look, what decoders do
     # with explain, what to draw instead of everything: maps (attention of each text), and for decoders words (attention
-    # of the text decoder for each word), gradcam (of its first layer), masks (patches that each text masks) and
-    # reconstruction (masked patches as the image decoder reconstructs them)
+    # of the text decoder for each word), gradcam (of its first layer) and reconstruction (masked patches as the image
+    # decoder reconstructs them)
     explain_what: tuple[Drawing, ...] = ()
-    # with explain, attention of the image tower's last block (default: last), or rollout over all blocks
-    maps: Literal["last", "rollout"] | None = None
     plane: Path | None = None  # write a page with the images and texts in a plane, Gaussians as ellipses, to this file
     beside: tuple[str, ...] = ()  # with plane, further model folders, such as one without Gaussians
     # in place of the model's score: cosine of the features, or csd (1 - CSD / 2 of Gaussians)
@@ -51,8 +48,8 @@ class Score(Device):
 
     def run(self) -> None:
         """Print the scores; draw what is asked for. Raises: ValueError for what cannot be scored or drawn."""
-        if (self.beside and self.plane is None) or ((self.explain_what or self.maps) and self.explain is None):
-            raise ValueError("--beside needs --plane FILE; --explain-what and --maps need --explain DIR.")
+        if (self.beside and self.plane is None) or (self.explain_what and self.explain is None):
+            raise ValueError("--beside needs --plane FILE; --explain-what needs --explain DIR.")
         if empty := next((n for n, text in enumerate(self.texts, 1) if not text.strip()), None):
             raise ValueError(f"text {empty} of --texts is empty: expected words.")
         from kiloword.distributed.by_device import announce, reason_of
@@ -64,9 +61,9 @@ class Score(Device):
         network = matchers[0].model
         announce(str(network.device), network.precision, reason_of(self.precision, network.config))
         if self.explain is not None:
-            from kiloword.explain.sheets import planned, write
+            from kiloword.explain.sheets import possible, write
 
-            planned(matchers[0], self.explain_what)
+            possible(matchers[0], self.explain_what)
         with naming_truncated():
             _say_scores(images, self.texts, matchers[0].score(images, list(self.texts), self.nearest).tolist())
             if self.plane is not None:
@@ -75,7 +72,8 @@ class Score(Device):
                 write_plane(self.plane, dict(zip(names, matchers, strict=True)), images, self.texts)
                 say(f"plane: {self.plane}")
             if self.explain is not None:
-                say(*write(self.explain, matchers[0], images, self.texts, self.maps or "last", self.explain_what))
+                write(self.explain, matchers[0], images, self.texts, self.explain_what)
+                say(f"pages: {self.explain}")
 
 
 def loaded(model: str, where: Device, trust: Trust) -> Matcher:

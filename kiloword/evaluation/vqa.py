@@ -53,7 +53,7 @@ class VqaOptions(BaseSettings):
 
     answers: Path | None = None  # file with one possible answer per line; None: the answers of --train, or of the data
     most: int = setting(3128, "number of the most frequent answers of --train", 1)
-    decode: Literal["list", "rank", "free"] = "list"  # word by word within the list; score each answer; any words
+    decode: Literal["list", "free"] = "list"  # word by word within the list; any words
     beams: int = setting(5, "list and free: number of unfinished answers to keep; 1: greedy", 1)
     length_penalty: float = 0.0  # score of an answer = log probability / tokens^length_penalty
 
@@ -91,10 +91,7 @@ def run(inputs: Inputs, task_options: VqaTaskOptions) -> Findings:
 
     def ask(part: EvalBatch) -> list[tuple[str, Mapping[str, Any]]]:
         memory = answerer.memory(part.images, [info[QUESTION] for info in part.infos])
-        if options.decode == "rank" and listed is not None:
-            said = answerer.rank(memory, listed, options.length_penalty)
-        else:
-            said = answerer.answer(memory, how, listed if options.decode == "list" else None)
+        said = answerer.answer(memory, how, listed if options.decode == "list" else None)
         return list(zip(said, part.infos, strict=True))
 
     def asks(part: EvalBatch) -> list[bool]:

@@ -6,16 +6,14 @@ Attention probabilities are recomputed from the inputs of attention modules, as 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from kiloword.methods.llip import OneVector
 from kiloword.model.attention import Packing
 from kiloword.model.blocks import CrossAttention, Keys, SelfAttention
 from kiloword.model.heads import Single
@@ -27,21 +25,18 @@ from kiloword.types import Features
 if TYPE_CHECKING:
     from kiloword.model.model import Model
 
-Maps = Literal["last", "rollout"]
-"""A token's map: its attention in the last block of the image tower, or rolled out over all blocks."""
-
 
 @dataclass(frozen=True)
 class Explanation:
     """Where T texts look on I images, on a grid of P patches.
 
     With mixing weights, a text's map is the mean of the tokens' maps, weighted by the text (mean over heads). Without,
-    it is the attention of what pools (class token, attention pooling; the same for every text), or what each patch adds
-    to the cosine (mean and maximum pooling; may be negative).
+    it is the attention of what pools (class token, attention pooling; the same for every text), or how much the score
+    falls without each patch (other poolings; may be negative).
     """
 
     scores: Tensor  # [I, T]
-    maps: Tensor  # [I, T, P]; attention sums to 1, contributions sum to the cosine
+    maps: Tensor  # [I, T, P]; attention sums to 1
     grid: tuple[int, int]  # rows x columns = P
     about: str  # what `maps` are, for the reader of a figure
     weights: Tensor | None = None  # [I, T, M, N] mixing weights, each row of N sums to 1
@@ -61,16 +56,16 @@ class Explanation:
         return entropy / math.log(max(self.weights.shape[-1], 2))
 
 
-def explain(model: Model, pixels: Tensor, texts: Features, maps: Maps = "last") -> Explanation:
+def explain(model: Model, pixels: Tensor, texts: Features) -> Explanation:
     """Explain every pair of I images and T texts.
 
     Args: pixels: uint8 [I, 3, H, W]; texts: features of the texts.
     """
-    blocks = [block.get_submodule("attention") for block in vit(model, "explain").blocks]
-    with attentions(blocks[-1:] if maps == "last" else blocks) as seen:
+    blocks = list(vit(model, "explain").blocks)
+    with attentions(blocks[-1].get_submodule("attention") if blocks else None) as seen:
         tokens, images = model.encode_image(pixels)
     itself = torch.eye(tokens.shape[1]).to(tokens).expand(len(tokens), -1, -1)  # of a tower without blocks
-    attention = itself if not seen else rollout(seen) if maps == "rollout" else seen[0]  # [I, E + P, E + P]
+    attention = seen[0] if seen else itself  # [I, E + P, E + P]
     scores, e = model.score(images, texts), extra(model.config.image)
     sides, pooling = (grid(model.config.image),) * 2, model.head.pooling
     if isinstance(pooling, Single):
@@ -93,17 +88,14 @@ def together(parts: Sequence[Explanation]) -> Explanation:
 
 
 @contextmanager
-def attentions(modules: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
-    """Inside, the attention probabilities of modules that run are collected, mean over heads: [N, L, M] each."""
+def attentions(module: nn.Module | None) -> Iterator[list[Tensor]]:
+    """Inside, the attention probabilities of a module's runs are collected, mean over heads: [N, L, M] each."""
     seen: list[Tensor] = []
 
-    def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        assert isinstance(module, SelfAttention | CrossAttention)
+    def look(module: Any, inputs: tuple[Any, ...]) -> None:
         seen.append(at_least_float(probabilities(module, *inputs).mean(1)))
 
-    with ExitStack() as hooks:
-        for module in modules:
-            hooks.enter_context(module.register_forward_pre_hook(look))
+    with nullcontext() if module is None else module.register_forward_pre_hook(look):
         yield seen
 
 
@@ -128,17 +120,6 @@ def probabilities(
     return logits.softmax(-1)
 
 
-def rollout(seen: list[Tensor]) -> Tensor:
-    """Attention over all blocks, half of each stream being the residual (arXiv:2005.00928): [I, L, L], rows sum to 1.
-
-    Args: seen: attention of each block [I, L, L], the first block first.
-    """
-    path = torch.eye(seen[0].shape[-1], dtype=seen[0].dtype, device=seen[0].device)
-    for block in seen:
-        path = (block @ path + path) / 2
-    return path
-
-
 def token_maps(attention: Tensor, e: int, n: int) -> Tensor:
     """Maps of n tokens: [I, n, P], each sums to 1: the attention of a token to the patches; of a patch, itself.
 
@@ -156,56 +137,26 @@ def token_maps(attention: Tensor, e: int, n: int) -> Tensor:
 
 
 def single_maps(pooling: Single, tokens: Tensor, texts: Features, attention: Tensor, e: int) -> tuple[Tensor, str]:
-    """Maps [I, T, P] of a model with one vector per image, and what they are."""
-    pool, patches = pooling.image_pool, tokens[:, e:]
-    if isinstance(pooling, OneVector):
-        looks, who = token_maps(attention, e, pooling.read).mean(1, keepdim=True), "the tokens look that are read"
-    elif type(pooling).image is not Single.image or pool.kind == "attentional":
-        return occlusion(pooling, tokens, texts, attention, e)
-    elif pool.kind == "cls":
-        looks, who = token_maps(attention, e, 1), "the class token looks"
-    elif pool.map is not None:
-        looks, who = pool.map.look(patches)[:, None], "attention pooling looks"
-    else:
-        return contributions(pooling, patches, texts), "What each patch adds to the score."
-    return looks.expand(-1, len(texts["vec"]), -1), f"Where {who}, the same for every text."
+    """Maps [I, T, P] of a model with one vector per image, and what they are.
 
-
-def occlusion(pooling: Single, tokens: Tensor, texts: Features, attention: Tensor, e: int) -> tuple[Tensor, str]:
-    """Maps [I, T, P] of any pooling, and what they are: the fall of the score when a patch becomes the patches' mean.
-
-    Of a pooling that reads no patch: where the tokens look that it reads.
+    By attention pooling; of others how much the score falls when the mean of the patches takes the place of one, and
+    where no patch is read, where the tokens look that are.
     """
-    words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(pooling).__name__).lower()  # TwiceNormalised: twice normalised
-    name = "attentional pooling" if type(pooling) is Single else words
-    score, mean = pooling.score(pooling.image(tokens), texts), tokens[:, e:].mean(1)
-    falls = []
+    pool, patches = pooling.image_pool, tokens[:, e:]
+    if type(pooling).image is Single.image and pool.map is not None:
+        return _same(pool.map.look(patches), texts, "attention pooling looks")
+    score, changed, falls = pooling.score(pooling.image(tokens), texts), tokens.clone(), []
     for n in range(tokens.shape[1]):
-        changed = tokens.clone()
-        changed[:, n] = mean
+        changed[:, n] = patches.mean(1)
         falls.append(score - pooling.score(pooling.image(changed), texts))
+        changed[:, n] = tokens[:, n]
     fall = torch.stack(falls, -1)  # [I, T, E + P]
     read = fall.abs().amax((0, 1)) > 0
     if bool(read[e:].any()) or not bool(read.any()):
-        return fall[..., e:], f"How much the score falls without each patch, by {name}."
-    looks = token_maps(attention, e, e)[:, read[:e]].mean(1, keepdim=True)
-    return looks.expand(-1, fall.shape[1], -1), f"Where the tokens look that {name} reads, the same for every text."
+        return fall[..., e:], "How much the score falls without each patch."
+    return _same(token_maps(attention, e, e)[:, read[:e]].mean(1), texts, "the tokens look that are read")
 
 
-def contributions(pooling: Single, patches: Tensor, texts: Features) -> Tensor:
-    """What each patch adds to the cosine: [I, T, P], whose sum over P is the cosine; exact for mean and maximum.
-
-    The pooled vector is a sum over patches: of all of them alike, or of each channel from the patch of its maximum.
-    Projection and scaling are linear in it.
-    """
-    patches, directions = at_least_float(patches), at_least_float(texts["vec"])  # [I, P, W], [T, D]
-    if pooling.image_pool.kind == "mean":
-        parts = patches / patches.shape[1]
-    else:
-        parts = patches * torch.zeros_like(patches).scatter(1, patches.argmax(1, keepdim=True), 1.0)
-    pooled = parts.sum(1)
-    if pooling.image_projection is not None:
-        weight = at_least_float(pooling.image_projection.weight)  # [D, W]
-        pooled, directions = pooled @ weight.T, directions @ weight  # [I, D], [T, W]
-    length: Tensor = pooled.norm(dim=-1)
-    return torch.einsum("ipw,tw->itp", parts, directions) / length[:, None, None]
+def _same(looks: Tensor, texts: Features, who: str) -> tuple[Tensor, str]:
+    """A map of each image [I, P] for every text."""
+    return looks[:, None].expand(-1, len(texts["vec"]), -1), f"Where {who}, the same for every text."

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kiloword.methods.coca import masking
 from kiloword.methods.coca import sycoca as masked_images
-from kiloword.methods.coca.coca import CaptionSettings
 from kiloword.methods.coca.masking import MaskSettings
 from kiloword.methods.coca.sycoca import MimSettings
 from kiloword.model.image import fold, grid, unfold
@@ -28,41 +27,16 @@ def mim_settings(matcher: Matcher) -> MimSettings:
 
     Raises: ValueError for a model without an image decoder, or of unknown method, and for one that predicts tokens.
     """
-    if "image_decoder" not in matcher.model.more:
-        raise ValueError(
-            "this model has no image decoder, so it cannot reconstruct patches: train sycoca, or a method with +mim."
-        )
-    settings = _term_settings(matcher, "mim")
+    terms = {} if matcher.method is None else matcher.method.terms
+    settings = getattr(terms["mim"][1](matcher.model.config), "settings", None) if "mim" in terms else None
     if not isinstance(settings, MimSettings):
-        raise ValueError("the mask settings of this model are not known: load it by kiloword.load(folder).")
+        raise ValueError(
+            "this model has no image decoder whose settings are known, so it cannot reconstruct patches: train sycoca, "
+            "or a method with +mim, and load it by kiloword.load(folder)."
+        )
     if settings.mim_target == "tokens":
         raise ValueError("this model predicts tokens of its trunk (mim_target tokens), not pixels that can be shown.")
     return settings
-
-
-def mask_settings(matcher: Matcher) -> tuple[MaskSettings, float, float]:
-    """Settings of masks by captions, share of patches masked for the image decoder, and share for the text decoder.
-
-    Errors: ValueError for a model that was not trained with masks by captions (arXiv:2401.02137).
-    """
-    masking.check(matcher.model.config)
-    mim, caption = _term_settings(matcher, "mim"), _term_settings(matcher, "caption")
-    if "attentive" not in (getattr(mim, "mim_mask", ""), getattr(caption, "caption_mask", "")):
-        raise ValueError("this model was not trained with patches masked by captions: train sycoca.")
-    settings = mim if isinstance(mim, MaskSettings) else caption
-    assert isinstance(settings, MaskSettings)
-    shares = (
-        getattr(mim, "mim_share", MimSettings.mim_share),
-        getattr(caption, "caption_share", CaptionSettings.caption_share),
-    )
-    return settings, *shares
-
-
-def _term_settings(matcher: Matcher, name: str) -> object:
-    """The settings of a term of the method; None if it has none."""
-    if matcher.method is None or name not in matcher.method.terms:
-        return None
-    return getattr(matcher.method.terms[name][1](matcher.model.config), "settings", None)
 
 
 def caption_similarity(model: Model, images: Tensor, texts: Texts, settings: MaskSettings) -> Tensor:
@@ -72,10 +46,10 @@ def caption_similarity(model: Model, images: Tensor, texts: Texts, settings: Mas
     Raises: ValueError for a model whose patches and words cannot be compared.
     """
     masking.check(model.config)
-    tokens, places = model.text_tower(texts), torch.arange(len(images), device=images.device)
-    nobody = torch.zeros(len(images), dtype=torch.bool, device=images.device)
-    batch = Batch(images, texts, places, seeds=places, position=places, composed=nobody)
-    return masking.scores(model, batch, Encoded(model.image_tokens(images), tokens, {}, {}), settings)
+    places = torch.arange(len(images), device=images.device)
+    batch = Batch(images, texts, places, seeds=places, position=places, composed=places < 0)
+    encoded = Encoded(model.image_tokens(images), model.text_tower(texts), {}, {})
+    return masking.scores(model, batch, encoded, settings)
 
 
 def masked_patches(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from PIL import Image
@@ -14,39 +14,19 @@ from torch import Tensor
 from kiloword.data.images.decode import Pixels, decode
 from kiloword.data.reading import ImageTransform
 from kiloword.distributed.device import choose
-from kiloword.errors import needs
 from kiloword.generation.captioner import Caption, Captioner
 from kiloword.generation.options import GenerationOptions
 from kiloword.interop.hf_folder import check_strangers, weight_files
 from kiloword.interop.names import local_folder
-from kiloword.interop.open_clip_config import torchvision_ready
-from kiloword.model.trunks.libraries import check_like
+from kiloword.model.trunks.libraries import check_like, transformers
 from kiloword.models.model_folder import check_finite, model_files, open_model
 from kiloword.models.trust import NONE, Trust
 from kiloword.stores.teachers import DTYPES, digest
 
 
-class Describer(Protocol):
-    """Writes captions for images."""
-
-    fingerprint: str  # changes when the weights change
-    precision: str  # "fp32" or "bf16"
-
-    @property
-    def transform(self) -> ImageTransform:
-        """Preprocessing of an image, in the loader's workers."""
-
-    def check(self, options: GenerationOptions) -> None:
-        """Errors: ValueError for unsupported options."""
-
-    def caption(self, images: Tensor, options: GenerationOptions, keys: Sequence[str]) -> list[list[Caption]]:
-        """At most `num` different captions of n preprocessed images [n, 3, size, size], best first.
-
-        Args: keys: names of the images, which determine random draws.
-        """
-
-
-def open_captioner(name: str, device: str = "auto", precision: str = "fp32", trust: Trust = NONE) -> Describer:
+def open_captioner(
+    name: str, device: str = "auto", precision: str = "fp32", trust: Trust = NONE
+) -> Captioner | TransformersCaptioner:
     """Open the captioner `name`; nothing is downloaded.
 
     Args: name: a model folder of kiloword, a CoCa as open_clip:NAME:FILE or hf-hub:ORG/NAME (see `interop.names`), or
@@ -86,7 +66,7 @@ class TransformersCaptioner:
             raise ValueError("a captioner of transformers searches by two beams or more: --method beam, --beams 5.")
 
     def caption(self, images: Tensor, options: GenerationOptions, keys: Sequence[str]) -> list[list[Caption]]:
-        """See `Describer`. With longest 0 the model's own limit applies."""
+        """Of n preprocessed images, as of `Captioner.caption`; with longest 0 the model's own limit applies."""
         limits = {"max_new_tokens": options.longest - 1} if options.longest else {}
         with torch.inference_mode():
             generated = self._model.generate(
@@ -115,19 +95,13 @@ def _opened(folder: Path) -> tuple[Any, Any]:
 
     Raises: ValueError without transformers, for a folder of something else, and for weights that are not finite.
     """
-    torchvision_ready()
-    try:
-        import transformers  # type: ignore[import-not-found, unused-ignore]
-
-        model_class, other_class = transformers.AutoModelForImageTextToText, transformers.AutoProcessor
-    except (ImportError, AttributeError):  # classes are imported at first use; old versions lack some
-        raise ValueError(needs(f"hf:{folder}", "transformers", "hf")) from None
+    library = transformers()
     local_only: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        model, info = model_class.from_pretrained(
+        model, info = library.AutoModelForImageTextToText.from_pretrained(
             str(folder), use_safetensors=True, output_loading_info=True, **local_only
         )
-        other = other_class.from_pretrained(str(folder), **local_only)
+        other = library.AutoProcessor.from_pretrained(str(folder), **local_only)
     except Exception as error:  # a damaged file can raise almost anything
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{folder} holds no captioner that transformers can open: {reason}") from error

@@ -29,7 +29,8 @@ from kiloword.distributed.by_device import announce, workers_of
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import is_first, together
 from kiloword.files import Lock, atomic
-from kiloword.generation.captioners import Describer, open_captioner
+from kiloword.generation.captioner import Captioner
+from kiloword.generation.captioners import TransformersCaptioner, open_captioner
 from kiloword.generation.options import GenerationOptions
 from kiloword.models.trust import NONE, Trust
 from kiloword.stores.pieces import COMMON, PieceWriter, Rows, check_same, fill, read_table, resumed, rows_table, say_bad
@@ -40,6 +41,9 @@ PART = 1024  # rows a part: what an interruption costs at most
 FILE = "captions.json"
 SCHEMA = pa.schema({"key": pa.string(), "captions": pa.list_(pa.string()), "scores": pa.list_(pa.float32())})
 PART_ROWS = pa.schema([*pa.schema(COMMON), *list(SCHEMA)[1:]])
+
+
+Describer = Captioner | TransformersCaptioner
 
 
 @dataclass(frozen=True, kw_only=True)

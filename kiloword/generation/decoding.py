@@ -86,9 +86,3 @@ def log_probabilities(model: Model, texts: Texts, tokens: Tensor, memory: Decode
     log_p = next_logits(x, table_of(model)).log_softmax(-1)
     lengths = texts.starts.diff() - 1 - len(model.config.text.extra_tokens)
     return log_p.gather(1, targets[:, None])[:, 0], torch.repeat_interleave(lengths)
-
-
-def log_likelihoods(model: Model, texts: Texts, tokens: Tensor, memory: DecoderMemory) -> Tensor:
-    """Log probability of each text, its end included: [T]. Args: of `log_probabilities`."""
-    log_p, text = log_probabilities(model, texts, tokens, memory)
-    return log_p.new_zeros(len(texts)).index_add(0, text, log_p)

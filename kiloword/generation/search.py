@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,16 +16,6 @@ from kiloword.randomness import uniform
 NEVER = float("-inf")  # log probability of forbidden tokens
 
 
-class Decoding(Protocol):
-    """Decoder state of N unfinished texts."""
-
-    def step(self, ids: Tensor) -> Tensor:
-        """Newest tokens [N] int64 (first the start tokens) -> logits of the next ones [N, V], at least fp32."""
-
-    def reorder(self, rows: Tensor) -> None:
-        """Row n continues from row rows[n]; rows [M] int64, M can differ from N. Allowed before the first step."""
-
-
 class Found(NamedTuple):
     """A finished text. One that was cut at the length limit has no end token."""
 
@@ -34,7 +24,7 @@ class Found(NamedTuple):
     score: float  # logprob / tokens^penalty
 
 
-def beginnings(texts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:
+def beginnings(texts: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:
     """The next tokens of each beginning of a closed list of texts. Args: texts: without start, with end tokens."""
     following: dict[tuple[int, ...], list[int]] = {}
     for text in texts:
@@ -79,52 +69,57 @@ class Rules:
 
 
 def search(
-    decoding: Decoding, images: int, rules: Rules, options: GenerationOptions, seeds: Sequence[Sequence[int]] = ()
+    decoding: Any, images: int, rules: Rules, options: GenerationOptions, seeds: Sequence[Sequence[int]] = ()
 ) -> list[list[Found]]:
     """Finished texts of B images, best first; none where the decoder outputs NaN.
 
-    Args: decoding: of B rows, before the first step; seeds [B, num]: of the samples of nucleus.
+    Beam search: of the 2 * beams most likely extensions, those among the first `beams` that end are finished. An image
+    is done when its best unfinished text scores no higher than as many finished ones as beams (as
+    `early_stopping=False` of transformers), or where it cannot come before the last requested one at any length.
+    Greedy search is that of one beam.
+
+    Args: decoding: a `ModelDecoding` of B rows, before the first step; seeds [B, num]: of the samples of nucleus.
     """
+    device, penalty, sampled = rules.never.device, options.length_penalty, options.method == "nucleus"
+    beams, each = options.beams if options.method == "beam" else 1, options.num if sampled else 1
     found: list[list[Found]] = [[] for _ in range(images)]
-    if options.method == "nucleus":
-        _sample(decoding, found, rules, options, seeds)
-    else:
-        _beams(decoding, found, rules, options, 1 if options.method == "greedy" else options.beams)
+    drawn = torch.tensor(seeds, dtype=torch.int64, device=device).flatten()
+    which = torch.arange(images * each, device=device)  # samples, or images that are searched by beams
+    decoding.reorder(which // each)
+    ids, logprob = which.new_empty(len(which), 0), torch.zeros(len(which), device=device)
+    newest = torch.full_like(which, rules.start)
+    for n in range(1, rules.longest + 1):
+        logp, row = rules.next(decoding.step(newest), ids), torch.arange(len(which), device=device)[:, None]
+        if sampled:
+            chance = uniform(drawn[which], f"token {n - 1}", 1)[:, 0]
+            beam, token = row, nucleus(logp, chance, options.top_p, options.temperature)[:, None]
+            best = logprob[:, None] + logp.gather(1, token)
+        else:
+            old, vocab = len(ids) // len(which), logp.shape[1]
+            best, place = (logprob[:, None] + logp).view(len(which), -1).topk(min(2 * beams, old * vocab))  # [b, C]
+            token, beam = place % vocab, place // vocab + row * old
+        ended = (token == rules.end) | (n == rules.longest)
+        texts = torch.cat([ids[beam], token[..., None]], 2)
+        at = (ended & (best > NEVER))[:, :beams].nonzero(as_tuple=True)
+        columns = (which[at[0]] // each, texts[at], best[at], best[at] / n**penalty)
+        for image, text, *values in zip(*(x.tolist() for x in columns), strict=True):
+            insort(found[image], Found(tuple(text), *values), key=lambda one: -one.score)
+        live, chosen = best.masked_fill(ended, NEVER).topk(min(beams, best.shape[1]))
+        first = live[:, 0]
+        done = first == NEVER
+        if not sampled:
+            bars = [(options.num, (rules.longest if penalty > 0 else n + 1)), *([] if options.exact else [(beams, n)])]
+            for rank, length in bars:
+                scores = [found[i][rank - 1].score if len(found[i]) >= rank else NEVER for i in which.tolist()]
+                done |= live.new_tensor(scores) >= first / length**penalty
+        on = (~done).nonzero()[:, 0]
+        if not len(on):
+            break
+        parents = beam.gather(1, chosen)[on].flatten()
+        decoding.reorder(parents)
+        ids, logprob = texts.gather(1, chosen[..., None].expand(-1, -1, n))[on].flatten(0, 1), live[on].flatten()
+        newest, which = ids[:, -1], which[on]
     return found
-
-
-def _keep(found: list[list[Found]], images: Tensor, ids: Tensor, logprob: Tensor, penalty: float) -> None:
-    """Add finished texts of the images [n]: ids [n, L], logprob [n]."""
-    columns = (images, ids, logprob, logprob / ids.shape[1] ** penalty)
-    for image, text, *values in zip(*(x.tolist() for x in columns), strict=True):
-        insort(found[image], Found(tuple(text), *values), key=lambda one: -one.score)
-
-
-def _sample(
-    decoding: Decoding,
-    found: list[list[Found]],
-    rules: Rules,
-    options: GenerationOptions,
-    seeds: Sequence[Sequence[int]],
-) -> None:
-    """Sample `num` texts of every image; rows are removed when their text ends."""
-    drawn = torch.tensor(seeds, dtype=torch.int64, device=rules.never.device).flatten()
-    which = torch.arange(len(drawn), device=drawn.device)
-    decoding.reorder(which // options.num)
-    ids, logprob, newest = drawn.new_empty(len(drawn), 0), drawn.float() * 0, torch.full_like(drawn, rules.start)
-    for n in range(rules.longest):
-        logp = rules.next(decoding.step(newest), ids)
-        chance = uniform(drawn[which], f"token {n}", 1)[:, 0]
-        newest = nucleus(logp, chance, options.top_p, options.temperature)
-        ids, logprob = torch.cat([ids, newest[:, None]], 1), logprob + logp.gather(1, newest[:, None])[:, 0]
-        ended = (newest == rules.end) | (n + 1 == rules.longest)
-        if ended.any():
-            _keep(found, which[ended] // options.num, ids[ended], logprob[ended], options.length_penalty)
-            on = (~ended).nonzero()[:, 0]
-            if not len(on):
-                return
-            decoding.reorder(on)
-            which, ids, logprob, newest = which[on], ids[on], logprob[on], newest[on]
 
 
 def nucleus(logp: Tensor, chance: Tensor, top_p: float, temperature: float = 1.0) -> Tensor:
@@ -139,42 +134,3 @@ def nucleus(logp: Tensor, chance: Tensor, top_p: float, temperature: float = 1.0
     place = (kept <= chance[:, None] * kept[:, -1:]).sum(1)
     place = torch.minimum(place, inside.sum(1) - 1)  # if the product rounds up to the whole mass
     return order.gather(1, place[:, None])[:, 0]
-
-
-def _beams(decoding: Decoding, found: list[list[Found]], rules: Rules, options: GenerationOptions, beams: int) -> None:
-    """Beam search: of the 2 * beams most likely extensions, those among the first `beams` that end are finished.
-
-    An image is done when its best unfinished text scores no higher than as many finished ones as beams (as
-    `early_stopping=False` of transformers), or where it cannot come before the last requested one at any length.
-    """
-    device, penalty = rules.never.device, options.length_penalty
-    which = torch.arange(len(found), device=device)
-    ids, logprob = which.new_empty(len(found), 0), torch.zeros(len(found), device=device)
-    newest = torch.full_like(which, rules.start)
-    for n in range(1, rules.longest + 1):
-        total = logprob[:, None] + rules.next(decoding.step(newest), ids)  # [b * beams, V]
-        vocab, old = total.shape[1], len(ids) // len(which)
-        best, place = total.view(len(which), -1).topk(min(2 * beams, old * vocab))  # [b, C]
-        token, beam = place % vocab, place // vocab + torch.arange(len(which), device=device)[:, None] * old
-        ended = (token == rules.end) | (n == rules.longest)
-        texts = torch.cat([ids[beam], token[..., None]], 2)
-        row, column = (ended & (best > NEVER))[:, :beams].nonzero(as_tuple=True)
-        _keep(found, which[row], texts[row, column], best[row, column], penalty)
-        live, chosen = best.masked_fill(ended, NEVER).topk(min(beams, best.shape[1]))
-        images, first = which.tolist(), live[:, 0]
-
-        def reached(place: int, images: list[int] = images, live: Tensor = live) -> Tensor:
-            scores = [found[image][place - 1].score if len(found[image]) >= place else NEVER for image in images]
-            return live.new_tensor(scores)
-
-        done = first == NEVER
-        done |= reached(options.num) >= first / (rules.longest if penalty > 0 else n + 1) ** penalty
-        if not options.exact:
-            done |= reached(beams) >= first / n**penalty
-        on = (~done).nonzero()[:, 0]
-        if not len(on):
-            return
-        parents = beam.gather(1, chosen)[on].flatten()
-        decoding.reorder(parents)
-        ids, logprob = texts.gather(1, chosen[..., None].expand(-1, -1, n))[on].flatten(0, 1), live[on].flatten()
-        newest, which = ids[:, -1], which[on]

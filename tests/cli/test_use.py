@@ -122,7 +122,6 @@ def test_classes_of_a_file_and_of_a_data_set(place: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("score --texts a --maps rollout", "--explain"),
         ("score --texts a --explain-what maps", "--explain"),
         ("score --texts a --explain out --explain-what words", "no text decoder"),
         ("score --texts a --explain out --explain-what reconstruction", "no image decoder"),

@@ -17,7 +17,7 @@ from kiloword.data.scenes.source import parse_scenes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.reconstruction import values, wrong_captions
-from kiloword.explain.reconstruct import caption_similarity, fill, mask_settings, mean_colour, mim_settings, reconstruct
+from kiloword.explain.reconstruct import caption_similarity, fill, mean_colour, mim_settings, reconstruct
 from kiloword.methods.coca import masking
 from kiloword.methods.coca import sycoca as masked_images
 from kiloword.methods.coca.masking import MaskSettings
@@ -205,13 +205,9 @@ def test_unusable_images_are_named_and_models_that_do_not_paint_refused() -> Non
 
 
 def test_settings_come_from_the_method() -> None:
-    found = mask_settings(matcher(similar_to="words", mim_share=0.25, caption_share=0.75))
-    assert (found[0].similar_to, *found[1:]) == ("words", 0.25, 0.75)
+    found = mim_settings(matcher(similar_to="words", mim_share=0.25))
+    assert (found.similar_to, found.mim_share) == ("words", 0.25)
     painter = matcher()
     painter.method = None
-    for refused, word in (
-        ((mask_settings, matcher("clip")), "not trained"),
-        ((mim_settings, painter), r"kiloword\.load"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            refused[0](refused[1])
+    with pytest.raises(ValueError, match=r"kiloword\.load"):
+        mim_settings(painter)
