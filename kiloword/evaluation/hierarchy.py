@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kiloword.evaluation.calibration import defined, spearman
 from kiloword.evaluation.features import kept, seen, tile
-from kiloword.evaluation.task import Findings, Inputs, Task
+from kiloword.evaluation.task import Findings, Inputs, NoOptions, Task
 from kiloword.methods.prolip.gaussian import inclusion, log_inclusion, variance_sum
 from kiloword.model.encoding import chunks, join, rows
 from kiloword.model.heads import unit
@@ -25,12 +25,7 @@ TRIES = 8  # number of next chains searched for a wrong text
 TAIL = 2  # percent at each end of a histogram, in its outermost bars
 
 
-@dataclass(frozen=True, kw_only=True)
-class HierarchyTaskOptions:
-    """There are none."""
-
-
-def run(inputs: Inputs, options: HierarchyTaskOptions) -> Findings:
+def run(inputs: Inputs, options: NoOptions) -> Findings:
     """Evaluate on chains of captions (json `hierarchies`, scenes) and on images of several levels (HierarImgs, scenes).
 
     Two protocols retrieve texts of an image along a path: `hierarcaps_` and `traversal_ROOT_`, which measure different
@@ -280,6 +275,5 @@ TASK = Task(
     name="hierarchy",
     help="Retrieve from general to specific captions along chains, and measure uncertainty by level.",
     data="images with chains of captions (`hierarchies`) or of several levels (HierarImgs), or scenes",
-    options=HierarchyTaskOptions,
     run=run,
 )

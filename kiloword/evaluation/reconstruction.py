@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kiloword.data.reading import EvalBatch
 from kiloword.evaluation.features import per_batch
-from kiloword.evaluation.task import Findings, Inputs, Task
+from kiloword.evaluation.task import Findings, Inputs, NoOptions, Task
 from kiloword.explain.reconstruct import masked_patches, mean_colour, mim_settings, reconstruct
 from kiloword.methods.coca import sycoca
 from kiloword.model.encoding import inference
@@ -30,12 +30,7 @@ Losses = dict[str, Tensor]
 """By guide or baseline, L1 of every image: [I] double."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReconstructionTaskOptions:
-    """There are none."""
-
-
-def run(inputs: Inputs, options: ReconstructionTaskOptions) -> Findings:
+def run(inputs: Inputs, options: NoOptions) -> Findings:
     """Yield, for masks "attentive" and "random", losses of masked patches with the right caption, a wrong one and none.
 
     `reconstruction_l1_right@MASK`, `_wrong`, `_none`: mean over images of the L1 of their masked patches, in
@@ -136,6 +131,5 @@ TASK = Task(
     name="reconstruction",
     help="Reconstruct hidden patches from the right caption, a wrong one and none: L1 of each.",
     data="images with captions",
-    options=ReconstructionTaskOptions,
     run=run,
 )

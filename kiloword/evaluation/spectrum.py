@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from kiloword.data.reading import EvalBatch
 from kiloword.evaluation.features import per_batch
-from kiloword.evaluation.task import Findings, Inputs, Task
+from kiloword.evaluation.task import Findings, Inputs, NoOptions, Task
 from kiloword.methods.llip import OneVector
 from kiloword.model.encoding import inference
 from kiloword.model.heads import Single
@@ -21,12 +20,7 @@ from kiloword.model.model import Model
 from kiloword.report import Plot
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpectrumTaskOptions:
-    """There are none."""
-
-
-def run(inputs: Inputs, options: SpectrumTaskOptions) -> Findings:
+def run(inputs: Inputs, options: NoOptions) -> Findings:
     """Yield `effective_rank`, `dimensions`, `vectors` and every `singular_value@k`, k from 1, the largest first.
 
     The vectors are outputs of the image tower that the head reads: one per mixture token, or per pooled image, as in
@@ -88,7 +82,6 @@ TASK = Task(
     name="spectrum",
     help="Singular values of the covariance of image features, and their effective rank.",
     data="images",
-    options=SpectrumTaskOptions,
     run=run,
     hidden=r"@(?!(1|2|4|8|16|32|64|128|256|512|1024|2048|4096)$)",  # singular values 3, 5, 6, 7, ...
 )

@@ -63,6 +63,11 @@ class Inputs:
         return self.model
 
 
+@dataclass(frozen=True)
+class NoOptions:
+    """The options of a task that has none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A task, as Python and the command line know it."""
@@ -71,7 +76,9 @@ class Task:
     help: str  # one line for the list of tasks
     data: str  # what --data takes, for its help
     models: str = "model folder (OUT/model of a run); several are evaluated on the same data and shown side by side"
-    options: type[Any]  # frozen dataclass; each field has a type, a default, and its help as a comment or docstring
+    options: type[Any] = (
+        NoOptions  # frozen dataclass; each field has a type, a default, and its help as a comment or docstring
+    )
     run: Callable[[Inputs, Any], Findings]  # of the inputs and the options
     hidden: str = ""  # pattern (`re.search`) of the names of metrics that are not printed; "": all are printed
     without_model: Callable[[str, Any], Any] | None = None

@@ -6,7 +6,6 @@ The uncertainty of an image or a text is the sum of the variances of its Gaussia
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Any
 
@@ -21,7 +20,7 @@ from kiloword.evaluation.features import CaptionedImages, captioned, tile
 from kiloword.evaluation.hierarchy import TAIL, read
 from kiloword.evaluation.metrics import hit
 from kiloword.evaluation.retrieval import standings
-from kiloword.evaluation.task import Findings, Inputs, Task
+from kiloword.evaluation.task import Findings, Inputs, NoOptions, Task
 from kiloword.methods.prolip.gaussian import csd, inclusion, variance_sum
 from kiloword.model.encoding import chunks, rows
 from kiloword.randomness import key
@@ -39,12 +38,7 @@ Chains = Sequence[tuple[int, list[str]]]
 """Images, each with texts about it from general to specific."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class UncertaintyTaskOptions:
-    """There are none."""
-
-
-def run(inputs: Inputs, options: UncertaintyTaskOptions) -> Findings:
+def run(inputs: Inputs, options: NoOptions) -> Findings:
     """Encode images with captions and yield all metrics that the data allows.
 
     `image_uncertainty_*`, `text_uncertainty_*` (mean, std, q05 to q95; by words, `_words_A-B` and `_words_spearman`; by
@@ -235,7 +229,6 @@ TASK = Task(
     name="uncertainty",
     help="Compare the uncertainty of images and texts with lengths, levels, ground truth and errors (calibration).",
     data="images with captions; the model needs Gaussians",
-    options=UncertaintyTaskOptions,
     run=run,
     hidden=r"_right@|_uncertainty@|_q(25|75)$",  # bins, most quantiles
 )
