@@ -116,19 +116,12 @@ def test_traversal_is_the_transcription() -> None:
     assert torch.equal(found, traversals(start, half, root))
 
 
-def test_most_inclusive_text_pair_by_pair_and_of_small_variances_a_general_one() -> None:
+def test_most_inclusive_text_pair_by_pair() -> None:
     texts, images = gaussians(31), gaussians(9, seed=1)
     repeated = [{name: value[[i]].expand(31, -1) for name, value in images.items()} for i in range(9)]
     expected = [int(log_inclusion(one, texts).sum(1).argmax()) for one in repeated]
     assert most_inclusive(images, texts).tolist() == expected
     assert len(set(expected)) > 1
-    draw = torch.Generator().manual_seed(0)  # chains of four texts each; wide, far ones first
-    image = F.normalize(torch.randn(6, 64, generator=draw, dtype=torch.float64))
-    away = F.normalize(torch.randn(6, 4, 64, generator=draw, dtype=torch.float64), dim=2)
-    near = torch.tensor([0.2, 0.25, 0.3, 0.35], dtype=torch.float64)[:, None] * image[:, None] + away
-    widths = torch.tensor([-8.0, -9.0, -10.0, -11.0], dtype=torch.float64).repeat(6)[:, None].expand(-1, 64)
-    chains = {"vec": F.normalize(near, dim=2).flatten(0, 1), "log_var": widths}
-    assert (most_inclusive({"vec": image, "log_var": torch.full_like(image, -13)}, chains) % 4 == 0).all()
 
 
 def small(source: object = None) -> Chains:
