@@ -41,7 +41,7 @@ def test_a_task_is_declared_whole(name: str) -> None:
     assert re.fullmatch(r"[A-Z].{20,110}\.", task.help)
     assert (task.options.__doc__ or "").endswith(".")
     task.options()  # every option has a default
-    module = sys.modules[task.options.__module__]
+    module = sys.modules[task.run.__module__]
     assert (module.__doc__ or "").startswith(f"The task `{name}`")
 
 
@@ -59,11 +59,11 @@ def test_help_of_eval_needs_no_torch() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "eval needs a task first, e.g. kiloword eval retrieval runs/first/model --data scenes:test"),
-        ("--data d m retrieval", "eval needs a task first"),
+        ("", "a task comes first: kiloword eval retrieval runs/first/model --data scenes:test"),
+        ("--data d m retrieval", "a task comes first"),
         ("retreival m --data d", "unknown task 'retreival'; known: caption, .*\\. Did you mean retrieval\\?"),
-        ("runs/a/model retrieval --data d", "the task comes before the model: kiloword eval retrieval runs/a/model --"),
-        ("retrieval --data d", "MODELS is empty"),
+        ("runs/a/model retrieval --data d", "a task comes first"),
+        ("retrieval --data d", "MODELS is missing"),
         ("retrieval m m --data d", "one model is named twice: m, m"),
     ],
 )

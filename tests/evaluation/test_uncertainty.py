@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kiloword.api import Matcher
 from kiloword.config.recipes import sizes
 from kiloword.data.scenes.captions import parse
-from kiloword.data.scenes.query import follows
+from kiloword.data.scenes.query import Pattern, Query, follows
 from kiloword.data.scenes.source import ScenesSource, parse_scenes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import TASKS, evaluate
@@ -126,6 +126,10 @@ def test_levels_by_words_are_those_that_were_drawn() -> None:
         record = source.record(row)
         queries = [query for caption in record.captions if (query := parse(caption)) is not None]
         assert [level(query) for query in queries] == record.info["levels"]
+    one = Pattern(shape=1)
+    by_hand = [Query(), Query((one,)), Query(count=1), Query((one,), count=1), Query((one, one), "left")]
+    by_hand += [Query((one,), background=1), Query(background=2), Query((Pattern(*range(6)),))]
+    assert [level(query) for query in by_hand] == [0, 1, 1, 2, 2, 2, 1, 3]
 
 
 def test_pairs_of_scenes_and_their_truth() -> None:
@@ -135,7 +139,7 @@ def test_pairs_of_scenes_and_their_truth() -> None:
     pairs = chain_pairs([chains[n] for n in np.random.Generator(np.random.Philox(key("chains", 12))).permutation(12)])
     count = {f"chain_{k}_in_{k - 1}": 12 for k in (1, 2, 3)} | {"reverse": 36, "unrelated": 36}
     assert Counter(name for name, _, _ in pairs) == count
-    found = dict(inclusion_tests(Inputs(model, source), chains))
+    found, held = dict(inclusion_tests(Inputs(model, source), chains)), []
     for kind in (*count, "chain"):
         some = [(pair, n) for name, pair, n in pairs if name.startswith(kind)]
         truth = torch.tensor([follows(*map(parse, pair)) for pair, _ in some])  # type: ignore[arg-type]
@@ -146,7 +150,13 @@ def test_pairs_of_scenes_and_their_truth() -> None:
         right = model.includes(a, b, overlap=found["inclusion_overlap"]).diagonal() == truth
         rest = torch.tensor([n % 2 == 1 for _, n in some])
         assert found[f"inclusion_{kind}_overlap"] == pytest.approx(float(right[rest].double().mean()))
+        if kind in ("chain", "unrelated"):
+            best = [
+                model.includes(a, b, overlap=d).diagonal() == truth for d in (found["inclusion_overlap"], *range(5))
+            ]
+            held.append(torch.stack([one[~rest].sum() for one in best]))
         assert kind != "unrelated" or found["inclusion_unrelated_true"] == pytest.approx(float(truth.double().mean()))
+    assert torch.stack(held).sum(0).argmax() == 0  # no other overlap is right more often
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=25))
