@@ -63,7 +63,7 @@ def _config(config: dict[str, Any], folder: Path, kind: str) -> ModelConfig:
         usual | (config.get(key) or {})
         for key, usual in zip(("vision_config", "text_config"), DEFAULTS[kind], strict=True)
     )
-    size, shown = preprocessing(folder, image_processor(folder), clip=not siglip)
+    size, shown = preprocessing(*image_processor(folder), clip=not siglip)
     if size != vision["image_size"]:
         raise ValueError(f"{folder} reads images of {size} pixels, but its model has {vision['image_size']}.")
     return ModelConfig(

@@ -1,4 +1,4 @@
-"""Preprocessing of images and texts from the JSON files of a folder of transformers: a CLIP, or a sentence encoder."""
+"""Folders of transformers: their JSON files and weights. No code of a folder runs."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from kiloword.config.recipes import Preprocess
 from kiloword.config.settings import check, parse
 from kiloword.data.text.tokenizer import read_document
-from kiloword.model.trunks.libraries import check_numbers
+from kiloword.model.trunks.libraries import check_like, check_numbers, quiet, transformers
 
 TEXT_TYPES = ("bert", "roberta", "xlm-roberta", "mpnet", "distilbert", "albert", "electra", "deberta-v2")
 """Encoders of texts alone: their `model_type`."""
 POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max"}
 LARGEST = 1 << 24  # bytes of a JSON file
-_BICUBIC = 3  # Pillow's number in `resample`
+BICUBIC = 3  # Pillow's number in `resample`
 _STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb")  # of a processor
-_NESTED = "image_processor"  # key of processor_config.json
+
+
+class NoFile(ValueError):
+    """A file of a folder that is missing."""
 
 
 def is_sentence_encoder(folder: Path) -> bool:
@@ -30,34 +36,22 @@ def read_sentence_folder(folder: Path) -> tuple[Literal["mean", "cls", "max"], l
 
     Raises: ValueError when files are missing or damaged, or a module other than pooling and normalisation follows.
     """
-    pooling, read = _pooling(folder)
-    names = ("modules.json", "sentence_bert_config.json", "tokenizer.json", "vocab.txt", "vocab.json")
-    optional = [folder / name for name in names if (folder / name).is_file()]
-    return pooling, [folder / "config.json", *optional, *read, *weight_files(folder)]
-
-
-def _pooling(folder: Path) -> tuple[Any, list[Path]]:
-    """The pooling that modules.json names, and the file that describes it."""
-    if not (folder / "modules.json").is_file():
-        return "mean", []
-    modules = [module for module in _json_list(folder / "modules.json") if isinstance(module, dict)]
-    names = [str(module.get("type", "")).rsplit(".", 1)[-1] for module in modules]
-    if names[:2] != ["Transformer", "Pooling"] or names[2:] not in ([], ["Normalize"]):
-        raise ValueError(
-            f"{folder / 'modules.json'} has the modules {', '.join(names)[:200] or 'none'}: expected Transformer, "
-            "Pooling and, possibly, Normalize."
-        )
-    place = str(modules[1].get("path", ""))
-    if Path(place).name != place or place in ("", "..", "."):
-        raise ValueError(f"{folder / 'modules.json'} names the folder {place[:60]!r}: expected one inside of it.")
-    config = json_object(folder / place / "config.json")
-    chosen = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
-    if len(chosen) != 1 or chosen[0] not in POOLINGS:
-        raise ValueError(
-            f"{folder / place / 'config.json'} pools by {', '.join(chosen) or 'nothing'}: expected one of "
-            f"{', '.join(POOLINGS)}."
-        )
-    return POOLINGS[chosen[0]], [folder / place / "config.json"]
+    pooling: Any = "mean"
+    names = ["config.json", "modules.json", "sentence_bert_config.json", "tokenizer.json", "vocab.txt", "vocab.json"]
+    if (folder / "modules.json").is_file():
+        modules = json_file(folder / "modules.json", list)
+        kinds = [str(module["type"]).rpartition(".")[2] for module in modules if isinstance(module, dict)]
+        place = str(modules[1].get("path")) if kinds[:2] == ["Transformer", "Pooling"] else ""
+        names.append(f"{place}/config.json")
+        said = json_object(folder / names[-1]) if Path(place).name == place and place not in ("", "..") else {}
+        chosen = [name for name, value in said.items() if name.startswith("pooling_mode_") and value is True]
+        if kinds[2:] not in ([], ["Normalize"]) or len(chosen) != 1 or chosen[0] not in POOLINGS:
+            raise ValueError(
+                f"{folder} has the modules {', '.join(kinds)[:200]}, and pools by {', '.join(chosen) or 'nothing'}: "
+                f"expected Transformer, Pooling by one of {', '.join(POOLINGS)}, and, possibly, Normalize."
+            )
+        pooling = POOLINGS[chosen[0]]
+    return pooling, [*(folder / name for name in names if (folder / name).is_file()), *weight_files(folder)]
 
 
 def check_strangers(folder: Path) -> None:
@@ -75,77 +69,95 @@ def weight_files(folder: Path) -> list[Path]:
 
     Raises: ValueError where a file is missing.
     """
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file() or not index.is_file():
-        names = ["model.safetensors"]
-    else:
+    index, names = folder / "model.safetensors.index.json", ["model.safetensors"]
+    if index.is_file() and not (folder / names[0]).is_file():
         shards = json_object(index).get("weight_map")
         names = sorted({str(name) for name in shards.values()}) if isinstance(shards, dict) else []
-        if not names or any(Path(name).name != name for name in names):
-            raise ValueError(f"{index} is damaged: expected the name of a file for each tensor. Copy it again.")
-    if missing := [name for name in names if not (folder / name).is_file()]:
+    if missing := [name for name in names or [""] if Path(name).name != name or not (folder / name).is_file()]:
         raise ValueError(
             f"{folder} has no {', '.join(missing[:3])}: copy the whole folder, or save the model with save_pretrained."
         )
     return [folder / name for name in names]
 
 
-def processor_file(folder: Path) -> Path:
-    """The file that says how images are preprocessed: processor_config.json where transformers 5 wrote it alone."""
-    older, newer = folder / "preprocessor_config.json", folder / "processor_config.json"
-    has_images = not older.is_file() and newer.is_file() and isinstance(json_object(newer).get(_NESTED), dict)
-    return newer if has_images else older
+def pretrained(
+    maker: Any, folder: Path, config: Any, part: torch.nn.Module, **more: Any
+) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors of a part of a model that transformers reads, which knows the names of older versions; unused names.
+
+    Raises: ValueError for a folder without safetensors, or whose weights are damaged or of another architecture.
+    """
+    check_strangers(folder)
+    weight_files(folder)
+    try:
+        with quiet(transformers()):
+            net, info = maker.from_pretrained(
+                str(folder),
+                config=config,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are named below
+                trust_remote_code=False,
+                dtype=torch.float32,
+                **more,
+            )
+    except Exception as error:  # of many kinds, for damaged files
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"the weights in {folder} cannot be read ({reason}): copy them again.") from error
+    expected = part.state_dict()  # without a pooling, which some folders lack
+    check_like(folder, info, expected, net.base_model_prefix)
+    return {name: x for name, x in net.state_dict().items() if name in expected}, sorted(info["unexpected_keys"])
 
 
-def image_processor(folder: Path) -> dict[str, Any]:
-    """How images are preprocessed. Raises: ValueError where no file says it, or it is damaged."""
-    path = processor_file(folder)
-    settings: dict[str, Any] = json_object(path)
-    settings = settings[_NESTED] if path.name == "processor_config.json" else settings
-    return {name: value for name, value in settings.items() if value is not None}
+def image_processor(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """How images are preprocessed, and the file that says it: preprocessor_config.json, or transformers 5's.
+
+    Raises: ValueError where no file says it, or it is damaged.
+    """
+    path, newer = folder / "preprocessor_config.json", folder / "processor_config.json"
+    settings = json_object(newer).get("image_processor") if newer.is_file() and not path.is_file() else None
+    path, settings = (newer, settings) if isinstance(settings, dict) else (path, json_object(path))
+    return path, {name: value for name, value in settings.items() if value is not None}
 
 
-def preprocessing(folder: Path, settings: dict[str, Any], clip: bool) -> tuple[int, Preprocess]:
-    """Image size and preprocessing as an image processor's settings say it.
+def preprocessing(path: Path, settings: dict[str, Any], clip: bool) -> tuple[int, Preprocess]:
+    """Image size and preprocessing as the settings of an image processor's file say it.
 
     Args: clip: whether what they omit is as CLIP's processor has it, else as those of SigLIP and ViT.
-    Raises: ValueError naming settings that `Preprocess` does not express.
+    Raises: ValueError for settings that `Preprocess` does not express.
     """
-    on = {"do_resize": True, "do_center_crop": clip, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True}
-    on |= {name: bool(value) for name, value in settings.items() if name.startswith("do_") and value is not None}
+    said = dict.fromkeys(_STEPS, True) | {"do_center_crop": clip, "resample": BICUBIC, "rescale_factor": 1 / 255}
+    said |= settings
     given = settings.get("size")
-    size, crop = side_of(given), side_of(settings.get("crop_size") or given) if on["do_center_crop"] else None
     shortest = clip if isinstance(given, int) else "shortest_edge" in (given or {})
-    resample = settings.get("resample", _BICUBIC)
-    conditions = {
-        "do_resize": not on["do_resize"],
-        "do_center_crop": shortest and not on["do_center_crop"],
-        f"resample {resample}": resample != _BICUBIC,
-        "size": size is None,
-        "crop_size": on["do_center_crop"] and (crop is None or crop > (size or 0) or (crop != size and not shortest)),
-        **{name: on[name] for name in on if name not in _STEPS},
-    }
-    if foreign := [name for name, differs in conditions.items() if differs]:
+    size = _side(given)
+    crop = _side(settings.get("crop_size") or given) if said["do_center_crop"] else None
+    steps = {name for name, value in said.items() if name.startswith("do_") and value}
+    fits = crop == size or (crop is not None and size is not None and crop < size and shortest)
+    if not said["do_center_crop"]:
+        fits = not shortest
+    if size is None or not fits or "do_resize" not in steps or steps - {*_STEPS} or said["resample"] != BICUBIC:
         raise ValueError(
-            f"{processor_file(folder)} preprocesses images in an unsupported way ({', '.join(foreign)[:200]}): "
-            "expected a bicubic resize of the shorter side and a centre crop, or a squash to a square."
+            f"{path} preprocesses images in an unsupported way ({', '.join(sorted(steps))[:200]}, resample "
+            f"{said['resample']}): expected a bicubic resize of the shorter side and a centre crop, or a squash to a "
+            "square."
         )
-    assert size is not None
     usual = Preprocess() if clip else Preprocess(mean=(0.5,) * 3, std=(0.5,) * 3)
-    mean, std = ([settings.get(f"image_{name}") or list(getattr(usual, name))][0] for name in ("mean", "std"))
-    if not on["do_normalize"]:
+    mean, std = settings.get("image_mean") or usual.mean, settings.get("image_std") or usual.std
+    if not said["do_normalize"]:
         mean, std = [0.0] * 3, [1.0] * 3
     resize = "squash" if not shortest else "shortest" if crop == size else size
     try:
-        unit = 255 * float(settings.get("rescale_factor", 1 / 255)) if on["do_rescale"] else 255  # of a white pixel
+        unit = 255 * float(said["rescale_factor"]) if said["do_rescale"] else 255  # of a white pixel
         mean, std = ([x / unit for x in values] for values in (mean, std))
         check(shown := parse({"mean": mean, "std": std, "resize": resize}, Preprocess), "")
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ValueError(f"{processor_file(folder)} cannot be used: {str(error).rstrip('.')}.") from error
+        raise ValueError(f"{path} cannot be used: {str(error).rstrip('.')}.") from error
     return crop or size, shown
 
 
-def side_of(value: Any) -> int | None:
+def _side(value: Any) -> int | None:
     """224, {"shortest_edge": 224} or {"height": 224, "width": 224} -> 224; None for anything else."""
     if isinstance(value, dict):
         values = set(value.values())
@@ -155,25 +167,20 @@ def side_of(value: Any) -> int | None:
 
 def json_object(path: Path) -> dict[str, Any]:
     """A JSON file with an object. Raises: ValueError when it is missing or damaged."""
-    value = _load(path)
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} is damaged: it is no json object. Copy it again.")
+    value: dict[str, Any] = json_file(path, dict)
     return value
 
 
-def _json_list(path: Path) -> list[Any]:
-    value = _load(path)
-    if not isinstance(value, list):
-        raise ValueError(f"{path} is damaged: it is no json list. Copy it again.")
-    return value
-
-
-def _load(path: Path) -> Any:
-    if path.is_file() and path.stat().st_size > LARGEST:
+def json_file(path: Path, kind: type) -> Any:
+    """A JSON file of a kind of value. Raises: ValueError when it is missing, damaged, or larger than LARGEST."""
+    if not path.is_file():
+        raise NoFile(f"there is no {path}: expected a folder that transformers' save_pretrained wrote.")
+    if path.stat().st_size > LARGEST:
         raise ValueError(f"{path} has {path.stat().st_size:,} bytes: expected a description of at most {LARGEST:,}.")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"there is no {path}: expected a folder that transformers' save_pretrained wrote.") from None
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        raise ValueError(f"{path} is damaged: it is no json. Copy it again.") from None
+        value = None
+    if not isinstance(value, kind):
+        raise ValueError(f"{path} is damaged: it is no json {kind.__name__}. Copy it again.")
+    return value

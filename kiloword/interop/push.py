@@ -6,15 +6,12 @@ reader of the hub finds weights beside an older config.
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from pathlib import Path
 
 from kiloword.addresses import scrubbed
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.errors import needs
-from kiloword.interop.names import is_foreign
 from kiloword.models.card import CARD, model_card
 from kiloword.models.model_folder import WEIGHTS, check_weights, model_files, read_model_file
 from kiloword.models.tensors import open_tensors
@@ -24,12 +21,8 @@ from kiloword.terminal import say
 REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 MODEL = ("config.json", "tokenizer.json", WEIGHTS)
 EXPORT = (".json", ".safetensors", ".onnx", ".data", ".pt2")  # ends of the names of files that an export has
-ON_HUB = {  # how a card names the folder -> how it names the repository
-    'kiloword.load("FOLDER': 'kiloword.load("hf-hub:{}',
-    '"local-dir:FOLDER': '"hf-hub:{}',
-    'from_pretrained("FOLDER': 'from_pretrained("{}',
-    'SentenceTransformer("FOLDER': 'SentenceTransformer("{}',
-}
+LOADED = re.compile(r'(kiloword\.load\("|"local-dir:|from_pretrained\("|SentenceTransformer\(")FOLDER')  # in a card
+HUB = {'kiloword.load("': 'kiloword.load("hf-hub:', '"local-dir:': '"hf-hub:'}
 
 
 def files_of(path: Path) -> tuple[Path, list[str]]:
@@ -39,29 +32,30 @@ def files_of(path: Path) -> tuple[Path, list[str]]:
     """
     found = model_files(path)[0].parent
     folder = found if all((found / name).is_file() for name in MODEL) else path
-    if (folder / "config.json").is_file() and '"kiloword-model' in (folder / "config.json").read_text(errors="replace"):
+    if _says(folder / "config.json", '"kiloword-model'):
         file = read_model_file(folder)
         if ":" not in file.method:  # of the user's own module, which nobody asked to import
             check_weights(folder, file, method_of(file, folder), open_tensors(folder / WEIGHTS))
         Tokenizer.load(folder)
         return folder, list(MODEL)
-    if (folder / CARD).is_file() and "made by kiloword" in (folder / CARD).read_text(errors="replace"):
+    if _says(folder / CARD, "made by kiloword"):
         inside = (file.relative_to(folder) for file in sorted(folder.rglob("*.*")) if file.is_file())
         return folder, [str(name) for name in inside if name.suffix in EXPORT]
-    present = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing" if folder.is_dir() else None
     raise ValueError(
-        f"{folder} {'is no folder' if present is None else f'holds {present}'}: expected a model folder "
-        f"({', '.join(MODEL)}), such as OUT/model of a run, or a folder that kiloword export wrote."
+        f"{folder} is no model folder ({', '.join(MODEL)}), such as OUT/model of a run, nor a folder that kiloword "
+        "export wrote."
     )
+
+
+def _says(path: Path, words: str) -> bool:
+    return path.is_file() and words in path.read_text(encoding="utf-8", errors="replace")
 
 
 def card_on_hub(folder: Path, repository: str) -> bytes:
     """README.md, whose code loads the model from the hub; it is made where a model has none."""
     path = folder / CARD
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else model_card(folder)
-    for local, remote in ON_HUB.items():
-        text = text.replace(local, remote.format(repository))
-    return text.encode()
+    return LOADED.sub(lambda found: HUB.get(found[1], found[1]) + repository, text).encode()
 
 
 def run(model: str, repository: str, private: bool = False, message: str = "") -> None:
@@ -72,47 +66,26 @@ def run(model: str, repository: str, private: bool = False, message: str = "") -
     that does not answer or refuses.
     """
     if not REPOSITORY.fullmatch(repository):
-        raise ValueError(
-            f"{repository[:100]} is no repository: expected ORG/NAME, ORG being your name or organisation."
-        )
-    if is_foreign(model):
-        raise ValueError(f"{model[:100]} is a name: expected a folder, of a model or written by kiloword export.")
+        raise ValueError(f"{repository[:100]} is no repository: expected ORG/NAME.")
     folder, names = files_of(Path(model))
     is_model = names == list(MODEL)
-    left = sorted({path.name for path in folder.iterdir()} - {name.split("/")[0] for name in (*names, CARD)})
-    say(
-        f"{folder}: {len(names) + 1} files",
-        *(f"  {name}  {(folder / name).stat().st_size:,} bytes" for name in names),
-        *([f"not uploaded: {', '.join(left[:8])}{' ...' if len(left) > 8 else ''}"] if left else []),
-    )
-    if not sys.stderr.isatty():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    say(*(f"{name}  {(folder / name).stat().st_size:,} bytes" for name in names))
     try:
         import huggingface_hub as hub
     except ImportError:
         raise ValueError(needs("push", "huggingface_hub", "remote")) from None
     if not hub.get_token():
-        raise ValueError(
-            "huggingface_hub finds no token: log in by `hf auth login`, or set HF_TOKEN to a token that may write. "
-            "Nothing was uploaded."
-        )
+        raise ValueError("huggingface_hub finds no token: log in by `hf auth login`, or set HF_TOKEN.")
     api = hub.HfApi()
     contents = {CARD: card_on_hub(folder, repository)} | {name: folder / name for name in names}
     operations = [hub.CommitOperationAdd(path_in_repo=n, path_or_fileobj=c) for n, c in contents.items()]
+    message = message or f"Upload {'model' if is_model else 'export'}"
     try:
         api.create_repo(repository, private=private, exist_ok=True)
-        is_public = private and not api.model_info(repository).private
-        if not is_public:
-            message = message or f"Upload {'model' if is_model else 'export'}"
-            address = api.create_commit(repository, operations, commit_message=message).commit_url
+        if private and not api.model_info(repository).private:
+            raise ValueError("it exists and is public: omit --private, or make it private.")
+        address = api.create_commit(repository, operations, commit_message=message).commit_url
     except Exception as error:  # of the hub, of whichever HTTP library serves it, of the connection
         reason = scrubbed(" ".join(str(error).split()))[:300] or type(error).__name__
-        raise ValueError(
-            f"{api.endpoint} did not take the upload to {repository}: {reason} Check the connection, HF_ENDPOINT, and "
-            "that your token may write there (`hf auth login`)."
-        ) from None
-    if is_public:
-        raise ValueError(
-            f"{repository} exists and is public: nothing was uploaded. Omit --private, or make it private."
-        )
+        raise ValueError(f"{api.endpoint} did not take the upload to {repository}: {reason}") from None
     say(f"pushed: {address}", *([f'load it: kiloword.load("hf-hub:{repository}")'] if is_model else []))

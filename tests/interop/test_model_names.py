@@ -75,20 +75,15 @@ def _normalised(ours: kiloword.Matcher, pixels: torch.Tensor) -> torch.Tensor:
     return (pixels / 255 - mean) / std
 
 
-def nested(folder: Path) -> Path:
-    """The folder as transformers 5 saves a processor: settings of images inside processor_config.json."""
-    image = json.loads((folder / "preprocessor_config.json").read_text())
-    (folder / "preprocessor_config.json").unlink()
-    image |= {"image_mean": [0.25] * 3, "image_std": [0.75] * 3}
-    (folder / "processor_config.json").write_text(json.dumps({"image_processor": image}))
-    return folder
-
-
 def test_a_folder_of_transformers_5(tmp_path: Path) -> None:
     from kiloword.interop.hf_clip import import_folder
     from kiloword.interop.towers import with_image_tower
 
-    folder = nested(saved(tmp_path / "clip", "clip")[0])
+    folder = saved(tmp_path / "clip", "clip")[0]
+    image = json.loads((folder / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").unlink()
+    image |= {"image_mean": [0.25] * 3, "image_std": [0.75] * 3}
+    (folder / "processor_config.json").write_text(json.dumps({"image_processor": image}))
     read = import_folder(folder)[0].config.preprocess
     assert (read.mean, read.std, read.resize) == ((0.25,) * 3, (0.75,) * 3, "shortest")
     assert with_image_tower(sizes()["debug"], f"hf:{folder}").preprocess == read
@@ -96,8 +91,6 @@ def test_a_folder_of_transformers_5(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no .*preprocessor_config\.json"):
         import_folder(folder)
     assert with_image_tower(sizes()["debug"], f"hf:{folder}").preprocess.mean == (0.5,) * 3
-    nested(saved(tmp_path / "siglip", "siglip")[0])
-    assert import_folder(tmp_path / "siglip")[0].config.preprocess.resize == "squash"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +118,7 @@ def test_a_siglip_of_transformers(tmp_path: Path) -> None:
     folder, theirs = saved(tmp_path / "siglip", "siglip")
     imported, weights = import_folder(folder)
     assert (imported.left_over, imported.method) == ([], "siglip")
-    with pytest.raises(ValueError, match="needs its vocabulary"):
+    with pytest.raises(ValueError, match="need their vocabulary"):
         assemble(imported, folder / "elsewhere" / weights.name)
     assert imported.config.preprocess.resize == "squash"
     model = build(imported.config, preset("siglip"), seed=0)
@@ -187,14 +180,6 @@ def test_a_hub_is_asked_only_by_its_prefix(tmp_path: Path, monkeypatch: pytest.M
     assert len(asked) == 1
 
 
-def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("huggingface_hub", reason="needs huggingface_hub")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match="hf-hub:no-such-org/none is neither in the cache"):
-        kiloword.load("hf-hub:no-such-org/none")
-
-
 def test_a_module_named_in_a_folder_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "evil.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
     monkeypatch.chdir(tmp_path)
@@ -206,19 +191,6 @@ def test_a_module_named_in_a_folder_is_not_imported(tmp_path: Path, monkeypatch:
     with pytest.raises(ValueError, match="cannot load method evil:preset"):  # it runs now, and has no preset
         kiloword.load(folder, trust_code=True)
     assert (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("hf:no/such/folder", "expected a folder that transformers' save_pretrained wrote"),
-        ("open_clip:ViT-B-32", "has no file of weights: write open_clip:NAME:FILE"),
-        ("open_clip:ViT-B-32:no.safetensors", "no file of weights at no.safetensors"),
-    ],
-)
-def test_wrong_names(name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        kiloword.load(name)
 
 
 CAPTION = ["--data", "scenes", "--out", "c.parquet"]

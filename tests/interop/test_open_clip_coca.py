@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kiloword.config.recipes import sizes
 from kiloword.interop.folder import import_as
 from kiloword.interop.open_clip import main
 from kiloword.interop.open_clip_config import Unlike, model_config, translate
@@ -135,34 +133,6 @@ def test_parity(open_clip: ModuleType, memory: int, correct: bool) -> None:
         a, b = (g[rows] if name == "text_tower.tokens" else g for g in (p.grad, wanted.pop(name)))
         assert float((a - b).norm()) < 1e-8 * float(b.norm()) + 1e-12, name
     assert not wanted
-
-
-def test_the_masks_differ(open_clip: ModuleType) -> None:
-    """And only for the class token: logits of words are the same."""
-    found = []
-    for correct in (True, False):
-        ours = convert(small(), create(open_clip, small(), correct), correct)
-        _, texts = captions(ours, [5, 3])
-        tokens, features = ours.encode_text(texts)
-        found.append((tokens[:5], features["vec"]))
-    assert_near(found[0][0], found[1][0], 1e-6)
-    assert float((found[0][1] - found[1][1]).detach().abs().max()) > 1e-2
-
-
-@pytest.mark.parametrize("said", [{"class_place": "last"}, {"class_sees_itself": False}, {"norm_words": False}])
-def test_what_is_of_a_class_token_needs_one(said: dict[str, Any]) -> None:
-    debug = sizes()["debug"]
-    with pytest.raises(ValueError, match="class token"):
-        build(replace(debug, text=replace(debug.text, **said)), preset("clip"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("correct", [True, False])
-def test_parity_of_a_real_size(open_clip: ModuleType, correct: bool) -> None:
-    raw = open_clip.get_model_config("coca_ViT-B-32")
-    theirs = create(open_clip, raw, correct)
-    with torch.no_grad():
-        compare(theirs, convert(raw, theirs, correct), [20, 3, 75, 41], 1e-4)
 
 
 @pytest.mark.slow

@@ -244,14 +244,6 @@ def test_each_of_their_quirks_counts(small: tuple[State, Path], changed: str) ->
         compare(SMALL, state, small[1], "fp64", 1e-3)
 
 
-@pytest.mark.slow
-def test_the_real_shape(tmp_path: Path) -> None:
-    shape = Shape()
-    state = shape.weights()
-    bring(write(tmp_path / "hub", shape, state), tmp_path / "ours")
-    compare(shape, state, tmp_path / "ours", "fp32", 1e-5)
-
-
 def test_what_the_folder_says(small: tuple[State, Path]) -> None:
     file = read_model_file(small[1])
     assert file.method == "prolip-released"
@@ -313,12 +305,6 @@ def test_what_lies_beside_the_weights_is_needed(tmp_path: Path, capsys: pytest.C
     write(tmp_path / "hub", SMALL, SMALL.weights())
     (path.parent / "tokenizer.json").unlink()
     assert "put the tokenizer.json" in refused(capsys, path, out)
-
-
-def test_the_verb_says_what_it_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        main(["import", "prolip", "ViT-B-16", "model.safetensors", "--out", str(tmp_path / "out")])
-    assert "expected PATH" in capsys.readouterr().err
 
 
 def test_released_settings_are_the_code_s() -> None:

@@ -93,16 +93,6 @@ def test_folders_say_whether_texts_are_lower_cased(folder: Path) -> None:
     assert (read.lower, read.context) == (True, 20)
 
 
-@pytest.mark.parametrize("single", ["$A", "[CLS] [CLS] $A [SEP]", "[CLS] $A [SEP] [SEP]", "[CLS] $A"])
-def test_special_tokens_that_do_not_fit(single: str) -> None:
-    document = word_pieces()
-    document.post_processor = processors.TemplateProcessing(
-        single=single, pair="$A $B", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    with pytest.raises(ValueError, match="expected one special token after a text, and at most one before"):
-        encoder_tokenizer(document.to_str(), 91)
-
-
 def test_a_tower_without_a_start_token_or_a_mask() -> None:
     backend = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "</s>": 2}, unk_token="[UNK]"))
     backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
@@ -136,7 +126,7 @@ BAD: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors: copy the whole folder"),
     (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "has no model.safetensors"),
     (_cut, "cannot be read as plain tensors"),
-    (_nan, "LayerNorm.bias is NaN or infinite"),
+    (_nan, "norm.bias is NaN or infinite"),
     (lambda f: _without(f, "embeddings.position_embeddings.weight"), "position_embeddings.weight is missing"),
     (lambda f: _without(f, "encoder.layer.1.output.dense.bias"), "encoder.layer.1.output.dense.bias is missing"),
     (lambda f: save_file(state_of(DISTIL), f / "model.safetensors"), "token_type_embeddings.weight is missing"),
@@ -151,7 +141,7 @@ BAD: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: _unlike(f, auto_map={"AutoModel": "code.Model"}), "code of its own .auto_map., which is never run"),
     (lambda f: _unlike(f, num_hidden_layers=10**9), "num_hidden_layers is 1000000000: expected at most 1024"),
     (lambda f: _unlike(f, vocab_size=50), "has ids up to .*, but the encoder has 50 rows"),
-    (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json: save its tokenizer there"),
+    (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer.json at"),
     (lambda f: (f / "tokenizer.json").write_text("{"), "damaged tokenizer file"),
     (lambda f: (f / "config.json").write_text("["), "config.json is damaged"),
     (
@@ -186,12 +176,6 @@ def test_a_config_that_declares_too_much_allocates_nothing(
         with pytest.raises(SystemExit):
             main([*command, *rest])
         assert "config.json, which declares" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["bert", "hf", "hf:", "minilm:", "hff:x", "timm:vit", "efficientnet-lite0"])
-def test_names_of_no_text_tower(text: str) -> None:
-    with pytest.raises(ValueError, match=r"unknown text tower .*: expected hf:FOLDER, minilm or minilm:FOLDER"):
-        read_text_folder(text)
 
 
 def test_minilm_is_found_without_an_import(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,25 +216,6 @@ def test_train_resume_and_use(folder: Path, tmp_path: Path, capsys: pytest.Captu
     model, tokenizer = load_model(tmp_path / "run/model")
     assert model.config.text.trunk.config["model_type"] == "bert"
     assert tokenizer.roles.verbatim
-
-
-def test_start_from_a_model_with_a_text_trunk(folder: Path, tmp_path: Path) -> None:
-    main(["train", "clip", "--text-tower", f"hf:{folder}", *SMALL, "--out", str(tmp_path / "a")])
-    shutil.rmtree(folder)
-    main(["train", "prolip", "--init", str(tmp_path / "a/model"), *SMALL[2:], "--out", str(tmp_path / "b")])
-    first, second = (load_file(tmp_path / run / "model/model.safetensors") for run in "ab")
-    name = "text_tower.trunk.layers.1.mlp.fc.weight"
-    assert torch.equal(first[name], second[name])
-
-
-def test_a_message_ends_in_one_dot(folder: Path, tmp_path: Path) -> None:
-    main(["train", "clip", "--text-tower", f"hf:{folder}", *SMALL, "--out", str(tmp_path / "a")])
-    file = tmp_path / "a/model/config.json"
-    document = json.loads(file.read_text())
-    document["model"]["text"]["trunk"]["config"]["num_hidden_layers"] = 10**6
-    file.write_text(json.dumps(document))
-    with pytest.raises(ValueError, match=r"config.json cannot be used: .*[^.]\.$"):
-        load_model(tmp_path / "a/model")
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,9 @@ def test_train_on_a_tower_that_transformers_runs(tmp_path: Path) -> None:
     folder = tmp_path / "clip"
     random_model(KINDS["clip"]).save_pretrained(str(folder))
     word_pieces().save(str(folder / "tokenizer.json"))
-    expected = text_towers._of_transformers(text_towers.read_text_folder(f"hf:{folder}"))
+    trunk = PaddedText(text_towers.read_text_folder(f"hf:{folder}").config)
+    text_towers.load(trunk, f"hf:{folder}")
+    expected = trunk.state_dict()
     command = ["train", "prolip", "--text-tower", f"hf:{folder}", "--size", "debug", "--steps", "2", "--batch", "4"]
     main([*command, "--workers", "0", "--data", "scenes", "--out", str(tmp_path / "run")])
     shutil.rmtree(folder)
@@ -114,7 +116,7 @@ def test_weights_of_another_architecture(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "other/model.safetensors").read_bytes())
     with pytest.raises(
         ValueError,
-        match=r"are not those of a mpnet: .* is missing|\[91, 16\] instead of \[91, 24\].*by one save_pretrained",
+        match=r"\[91, 16\] instead of \[91, 24\].*by one save_pretrained",
     ):
         text_towers.load(trunk, f"hf:{tmp_path}")
 

@@ -10,8 +10,7 @@ import tokenizers
 
 from kiloword.files import write_atomic, write_json
 from kiloword.interop.export.source import TEXTS, Exported
-
-BICUBIC = 3  # Pillow's number
+from kiloword.interop.hf_folder import BICUBIC
 
 
 def write_readers(source: Exported, folder: Path) -> None:
