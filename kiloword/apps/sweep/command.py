@@ -126,7 +126,7 @@ class Sweep:
                 path, dot, last = name.rpartition(".")
                 switch = {"true": f"--{name}", "false": f"--{path}{dot}no-{last}"}.get(value.lower())
                 words += [switch] if switch else [f"--{name}", value]
-            name = re.sub(r"[^\w.=,+-]", "_", f"{_named(varied, '=')},seed={seed}")
+            name = re.sub(r"[^\w.=,+-]", "_", f"{_named(varied)}, seed={seed}".replace(", ", ","))
             command = [*words, "--seed", str(seed), "--out", str(self.options.out / name)]
             evaluated = {"command": command, "eval": [*self.options.eval]}
             arms.append({"name": name, "values": varied, "seed": seed, **evaluated})
@@ -148,8 +148,7 @@ class Sweep:
         names = dict.fromkeys(name for _, cells in groups for name in cells)
         metrics = self.options.metric or [name for name in names if f"/{name}".endswith(MAIN)] or ["loss"]
         rows = [
-            [_named(values, " "), cells["loss"].n, *(str(cells.get(m, "-")) for m in metrics)]
-            for values, cells in groups
+            [_named(values), cells["loss"].n, *(str(cells.get(m, "-")) for m in metrics)] for values, cells in groups
         ]
         table = Table(rows, ["", "n", *metrics])
         plots = [_plot(groups, metric) for metric in metrics if metric in names]
@@ -158,8 +157,8 @@ class Sweep:
         return table
 
 
-def _named(values: dict[str, str], between: str) -> str:
-    return ",".join(f"{name.rpartition('.')[2]}{between}{value}" for name, value in values.items())
+def _named(values: dict[str, str]) -> str:
+    return ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in values.items())
 
 
 def _metrics(arm: Arm, folder: Path, sets: Sequence[Any]) -> dict[str, float]:
@@ -188,7 +187,7 @@ def _plot(groups: Sequence[tuple[dict[str, str], dict[str, Cell]]], metric: str)
     """The metric of each combination of values."""
 
     def draw(axes: Any) -> None:
-        known = [(_named(values, " "), cells[metric]) for values, cells in groups if metric in cells]
+        known = [(_named(values), cells[metric]) for values, cells in groups if metric in cells]
         names, means, spreads = zip(*((name, cell.mean, cell.std or 0.0) for name, cell in known), strict=True)
         axes.errorbar(names, means, spreads, marker="o", capsize=3)
         axes.set(ylabel=metric)

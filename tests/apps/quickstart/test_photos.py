@@ -82,16 +82,9 @@ def test_every_method_is_trained_on_the_same_tokens_and_judged_as_eval_does(plac
         results["facts"]["val_photos"],
     )
     assert not set(keys(val)) & set(keys(train))
-
-
-@pytest.mark.slow
-def test_the_page_holds_figures_photos_and_escaped_captions(out: Path) -> None:
     html = (out / "report.html").read_text()
-    assert "<b>thing" not in html
-    assert "&lt;b&gt;" in html
-    assert html.count("<img") == 6 * 3 * 3
-    (first, *_) = json.loads((out / "results.json").read_text())["figures"]["methods"]
-    assert f"{first['retrieval']['image_retrieval_recall@10']:.3f}" in html
+    assert ("<b>thing" in html, "&lt;b&gt;" in html, html.count("<img")) == (False, True, 6 * 3 * 3)
+    assert f"{methods['clip']['image_retrieval_recall@10']:.3f}" in html
 
 
 @pytest.mark.slow
@@ -102,26 +95,6 @@ def test_a_second_call_trains_nothing_and_finds_the_same(place: Path, out: Path)
     assert {path: path.read_bytes() for path in before} == before
     with pytest.raises(ValueError, match="holds other tokens"):
         photos(replace(options(place), val=options(place).data), out)
-
-
-@pytest.mark.slow
-def test_killed_in_the_middle_it_goes_on(place: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error in the second training: the same call ends as if nothing had happened."""
-    killed, real = place / "killed", module.train
-
-    def train(chosen: object, folder: Path, *rest: object) -> Path:
-        if folder.name == "llip":
-            raise KeyboardInterrupt
-        return real(chosen, folder, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(module, "train", train)
-    with pytest.raises(KeyboardInterrupt):
-        photos(options(place), killed)
-    monkeypatch.setattr(module, "train", real)
-    photos(options(place), killed)
-    for name in TRIED:
-        weights = (folder / name / "model" / "model.safetensors" for folder in (out, killed))
-        assert next(weights).read_bytes() == next(weights).read_bytes()
 
 
 def test_missing_towers_are_named_at_once(

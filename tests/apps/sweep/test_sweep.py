@@ -72,7 +72,7 @@ def test_mean_and_deviation_over_seeds_are_shown_again_without_a_run(
     said = capsys.readouterr().out
     assert said.startswith("4 of 4 arms are finished, 0 to do")
     loss = found["table"][1]["metrics"]["loss"]
-    row = ["k 16", "2", f"{loss['mean']:.4g} ± {loss['std']:.2g}"]
+    row = ["k=16", "2", f"{loss['mean']:.4g} ± {loss['std']:.2g}"]
     assert " ".join(row).split() in [line.split() for line in said.splitlines()]
     assert (swept / "sweep.json").read_bytes() == before
     html = (swept / "sweep.html").read_text()
