@@ -14,6 +14,7 @@ from torch import Tensor
 from kiloword.generation.decoding import log_probabilities, writer
 from kiloword.model.decoder import DecoderMemory
 from kiloword.model.encoding import inference
+from kiloword.model.image import grid
 from kiloword.model.model import vit
 from kiloword.model.pooling import at_least_float
 
@@ -61,8 +62,8 @@ def gradcam(matcher: Matcher, images: Images, texts: Sequence[str], target: Targ
                 each = values(model.image_tokens(image))
             a = leaves[0].detach()  # the output of the stem's linear part; positions are not added yet
             if tower.stem is not None:
-                used = a.shape[1] ** 0.5 * model.config.image.patch
-                a = a + tower.stem(model.normalise(image)[..., : int(used), : int(used)]).detach()
+                used = grid(model.config.image) * model.config.image.patch
+                a = a + tower.stem(model.normalise(image)[..., :used, :used]).detach()
             for value in each:
                 (gradient,) = torch.autograd.grad(value, leaves, retain_graph=True)
                 alpha = at_least_float(gradient).mean(1, keepdim=True)  # [1, 1, W]

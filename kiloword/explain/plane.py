@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kiloword.data.images.decode import decode
 from kiloword.data.sample import MAX_IMAGE, read_whole
-from kiloword.report import Block, Gallery, Page, Plot, Tile, made_by, percent, thumbnail, write_page
+from kiloword.report import Block, Gallery, Page, Plot, Tile, made_by, thumbnail, write_page
 from kiloword.types import Features
 
 if TYPE_CHECKING:
@@ -34,21 +34,19 @@ _INTRO = (
 )
 
 
-def project(parts: Sequence[Features]) -> tuple[Tensor, list[Tensor], Tensor]:
+def project(parts: Sequence[Features]) -> tuple[Tensor, list[Tensor]]:
     """Features of several kinds, one after the other, in the plane of their means' two principal components.
 
-    The sign of an axis is arbitrary: its largest entry is made positive.
-    Returns: means of M points [M, 2]; covariances [2, 2], none without Gaussians; the axes' shares of the variance [2].
+    Returns: means of M points [M, 2], and their covariances [2, 2], none without Gaussians.
     """
     means = torch.cat([part["vec"].double().cpu() for part in parts])
     means = means - means.mean(0)
-    _, values, axes = torch.linalg.svd(means, full_matrices=True)
-    axes = axes[:2] * axes[:2].gather(1, axes[:2].abs().argmax(1, keepdim=True)).sign()  # [2, D]
+    axes = torch.linalg.svd(means, full_matrices=True).Vh[:2]  # [2, D]
     spread = list[Tensor]()
     if all("log_var" in part for part in parts):
         variances = torch.cat([part["log_var"].double().cpu() for part in parts]).exp()
         spread = list(torch.einsum("ad,nd,bd->nab", axes, variances, axes))
-    return means @ axes.T, spread, values[:2].square() / values.square().sum()
+    return means @ axes.T, spread
 
 
 def outline(mean: Tensor, spread: Tensor) -> Tensor:
@@ -67,17 +65,15 @@ def write_plane(path: Path, models: Mapping[str, Matcher], images: Sequence[Path
     sections: dict[str, Sequence[Block]] = {"The images": [Gallery(tiles, columns=6)]}
     names = [*(file.name for file in images), *texts]
     for model, matcher in models.items():
-        means, spread, share = project([matcher.encode_image(list(images)), matcher.encode_text(list(texts))])
+        means, spread = project([matcher.encode_image(list(images)), matcher.encode_text(list(texts))])
 
-        def draw(axes: Axes, means: Tensor = means, spread: list[Tensor] = spread, share: Tensor = share) -> None:
+        def draw(axes: Axes, means: Tensor = means, spread: list[Tensor] = spread) -> None:
             for n, (name, point) in enumerate(zip(names, means.tolist(), strict=True)):
                 marker, colour = ("s", "C0") if n < len(images) else ("o", "C1")
                 axes.plot(*point, marker, color=colour, markersize=4)
                 axes.annotate(name[:40], point, (4, 3), textcoords="offset points", fontsize=8)
                 if spread:
                     axes.fill(*outline(means[n], spread[n]).T, facecolor=colour, edgecolor=colour, alpha=0.2)
-            across, up = (f"component {n}, {percent(s)} of the variance" for n, s in enumerate(share.tolist(), 1))
-            axes.set(xlabel=across, ylabel=up)
 
         sections[model] = [Plot(draw, f"{len(names)} images and texts in a plane", height=4)]
     write_page(path, Page("Images and texts in a plane", _INTRO, sections, made_by()))

@@ -52,10 +52,20 @@ class TransformersCaptioner:
     def __init__(self, folder: Path, device: str, precision: str) -> None:
         files = [*weight_files(folder), *(p for p in folder.iterdir() if p.suffix in (".json", ".txt", ".model"))]
         check_strangers(folder)
-        self.precision = "fp32" if precision == "auto" else precision
-        self._model, processor = _opened(folder)
-        self._model.to(device=device, dtype=DTYPES[self.precision]).eval()
-        self._device, self._tokenizer = device, getattr(processor, "tokenizer", processor)
+        library, local = transformers(), {"local_files_only": True, "trust_remote_code": False}
+        try:
+            model, info = library.AutoModelForImageTextToText.from_pretrained(
+                str(folder), use_safetensors=True, output_loading_info=True, **local
+            )
+            processor = library.AutoProcessor.from_pretrained(str(folder), **local)
+        except Exception as error:  # a damaged file can raise almost anything
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{folder} holds no captioner that transformers can open: {reason}") from error
+        check_like(folder, {**info, "unexpected_keys": ()}, list(model.state_dict()), model.base_model_prefix)
+        check_finite(model.state_dict(), str(folder))
+        self.precision, self._device = "fp32" if precision == "auto" else precision, device
+        self._model = model.to(device=device, dtype=DTYPES[self.precision]).eval()
+        self._tokenizer = getattr(processor, "tokenizer", processor)
         self.transform: ImageTransform = Prepare(getattr(processor, "image_processor", processor))
         self.fingerprint = digest(sorted(files))
 
@@ -88,26 +98,6 @@ class TransformersCaptioner:
             if text:
                 found[n // options.beams].setdefault(text, Caption(text, score))
         return [list(several.values())[: options.num] for several in found]
-
-
-def _opened(folder: Path) -> tuple[Any, Any]:
-    """A captioner and its processor that transformers opens (extra "hf"); runs no foreign code.
-
-    Raises: ValueError without transformers, for a folder of something else, and for weights that are not finite.
-    """
-    library = transformers()
-    local_only: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    try:
-        model, info = library.AutoModelForImageTextToText.from_pretrained(
-            str(folder), use_safetensors=True, output_loading_info=True, **local_only
-        )
-        other = library.AutoProcessor.from_pretrained(str(folder), **local_only)
-    except Exception as error:  # a damaged file can raise almost anything
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{folder} holds no captioner that transformers can open: {reason}") from error
-    check_like(folder, {**info, "unexpected_keys": ()}, list(model.state_dict()), model.base_model_prefix)
-    check_finite(model.state_dict(), str(folder))
-    return model, other
 
 
 @dataclass(frozen=True)

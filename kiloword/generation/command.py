@@ -32,7 +32,7 @@ from kiloword.files import Lock, atomic
 from kiloword.generation.captioner import Captioner
 from kiloword.generation.captioners import TransformersCaptioner, open_captioner
 from kiloword.generation.options import GenerationOptions
-from kiloword.models.trust import NONE, Trust
+from kiloword.models.trust import Trust
 from kiloword.stores.pieces import COMMON, PieceWriter, Rows, check_same, fill, read_table, resumed, rows_table, say_bad
 from kiloword.terminal import say
 from kiloword.types import Source
@@ -62,11 +62,11 @@ def main(
     data: Sequence[str],
     out: Path,
     options: GenerationOptions,
-    batch: int = 16,
-    workers: int | Literal["auto"] = "auto",
-    device: str = "auto",
-    precision: str = "auto",
-    trust: Trust = NONE,
+    batch: int,
+    workers: int | Literal["auto"],
+    device: str,
+    precision: str,
+    trust: Trust,
 ) -> None:
     """What the command line calls; prints. Ranks that torchrun started share the rows.
 
@@ -77,11 +77,10 @@ def main(
     if out.suffix.lower() not in ("", ".parquet", ".pq"):
         raise ValueError(f"{out}: captions are written as a parquet table: let --out end in .parquet.")
     device = choose(device)
-    path = _parts(out) / FILE
-    if precision == "auto" and (
-        begun := _finished(out) or (read_config(path, CaptionFile) if path.is_file() else None)
-    ):
-        precision = begun.precision  # also where a GPU began and a CPU goes on
+    if precision == "auto":
+        path = _parts(out) / FILE
+        begun = _finished(out) or (read_config(path, CaptionFile) if path.is_file() else None)
+        precision = begun.precision if begun else precision  # also where a GPU began and a CPU goes on
     with together(device):
         describer = open_captioner(model, device, precision, trust)
         size = describer.transform.size
@@ -105,7 +104,7 @@ def write_captions(
     model: str = "",
     batch: int = 16,
     workers: int = 0,
-    part: int | None = None,
+    part: int = 0,
     report: TextIO | None = None,
 ) -> tuple[int, int] | None:
     """A table of captions of every readable image; goes on with what is there.
@@ -122,7 +121,7 @@ def write_captions(
     if batch < 1:
         raise ValueError(f"--batch is {batch}: expected at least 1.")
     source, transform, out = every_row(source), describer.transform, Path(out)
-    folder, size = _parts(out), transform.size
+    folder = _parts(out)
     file = CaptionFile(
         model=model,
         model_fingerprint=describer.fingerprint,
@@ -136,9 +135,7 @@ def write_captions(
     )
 
     def read(batches: list[range]) -> Iterator[EvalBatch]:
-        return eval_batches(
-            source, size, batch=batch, workers=workers, parts=batches, transform=transform, captions=False
-        )
+        return eval_batches(source, transform.size, "shortest", batch, workers, batches, transform, captions=False)
 
     def compute(images: EvalBatch) -> Rows:
         return Rows(rows_table(PART_ROWS, _rows(images, describer, options)))
@@ -174,18 +171,17 @@ def _rows(images: EvalBatch, describer: Describer, options: GenerationOptions) -
     for one in images.skipped:
         yield {"row": one.row, "key": key_bytes(one.key), "reason": one.reason}
     usable = []
-    for n, key in enumerate(images.keys):
+    for n, (row, key) in enumerate(zip(images.rows, images.keys, strict=True)):
         if key == key.encode(errors="ignore").decode():
             usable.append(n)
         else:
             reason = "the key is not UTF-8, which a table of captions cannot hold"
-            yield {"row": images.rows[n], "key": key_bytes(key), "reason": reason}
-    keys = [images.keys[n] for n in usable]
-    described = describer.caption(images.images[usable], options, keys) if usable else []
-    for n, key, captions in zip(usable, keys, described, strict=True):
+            yield {"row": row, "key": key_bytes(key), "reason": reason}
+    described = describer.caption(images.images[usable], options, [images.keys[n] for n in usable]) if usable else []
+    for n, captions in zip(usable, described, strict=True):
         kept = [one for one in captions if one.text]
-        texts, scores = [one.text for one in kept], [one.score for one in kept]
-        yield {"row": images.rows[n], "key": key.encode(), "captions": texts, "scores": scores}
+        cells = {"captions": [one.text for one in kept], "scores": [one.score for one in kept]}
+        yield {"row": images.rows[n], "key": images.keys[n].encode(), **cells}
 
 
 def _parts(out: Path) -> Path:

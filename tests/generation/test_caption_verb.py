@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from holding import held_by_another
@@ -224,18 +224,6 @@ def test_what_is_refused(
             run("caption", *words)
         assert stop.value.code == 2
         assert word in capsys.readouterr().err
-
-
-def test_other_weights_are_another_model(model: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "model"
-    copy.mkdir()
-    for file in model.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
-    assert open_captioner(str(copy), "cpu").fingerprint == open_captioner(str(model), "cpu").fingerprint
-    weights = load_file(copy / "model.safetensors")
-    weights["head.log_scale"] += 1
-    save_file(weights, copy / "model.safetensors")
-    assert open_captioner(str(copy), "cpu").fingerprint != open_captioner(str(model), "cpu").fingerprint
 
 
 class HfCaptioner(torch.nn.Module):
