@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,34 +11,25 @@ import numpy as np
 import torch
 
 from kiloword.config.settings import BaseSettings
-from kiloword.data.images.decode import decode
 from kiloword.data.joins import CaptionTable
-from kiloword.data.reading import EvalBatch, captions_at, read
+from kiloword.data.reading import EvalBatch, captions_at
 from kiloword.data.source import info_of, key_of
 from kiloword.distributed.sharing import alone, is_first
-from kiloword.evaluation.caption_metrics import (
-    VARIETY,
-    Floats,
-    TokenizerName,
-    check_programs,
-    clipscore,
-    score_captions,
-)
-from kiloword.evaluation.caption_truth import judge, judge_caption
-from kiloword.evaluation.features import per_batch, seen
+from kiloword.evaluation.caption_metrics import VARIETY, TokenizerName, check_programs, clipscore, score_captions
+from kiloword.evaluation.caption_truth import judge
+from kiloword.evaluation.features import per_batch, seen, tile
 from kiloword.evaluation.results import check_results, official_id, read_results, write_results
 from kiloword.evaluation.task import Findings, Inputs, PythonOnly, Task
 from kiloword.evaluation.zeroshot import field_name, group_of
 from kiloword.generation.captioner import Captioner
 from kiloword.generation.options import GenerationOptions
-from kiloword.randomness import key
-from kiloword.report import Block, Gallery, Table, Tile, thumbnail
+from kiloword.report import Gallery
 from kiloword.terminal import warn
-from kiloword.types import BadSample, Skipped, Source
+from kiloword.types import BadSample, Skipped
 
 IMAGE_ID, DOMAIN = "image_id", "domain"
 PROMPT = "A photo depicts "  # before captions whose CLIPScore is measured, as its authors recommend
-TILES = 10  # images of each gallery
+TILES = 10  # images of the gallery
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,43 +77,43 @@ def run(inputs: Inputs, options: CaptionTaskOptions) -> Findings:
     Errors: ValueError for a model that cannot write, a table without a caption of these images, images without
     captions, and for programs that `judge` asks for and that are missing.
     """
-    source, skipped = inputs.source, inputs.skipped
+    source, scored = inputs.source, vars(options.judge)
     check_programs(options.judge.tokenizer, options.judge.spice)
     if options.results is not None:
-        check_results(options.results, source, IMAGE_ID)
-    if options.captions is not None and options.generate != GenerationOptions():
-        raise ValueError(f"generate says how a model writes, but captions come from {options.captions}: omit it.")
-    described = generated(inputs, options) if options.captions is None else list(existing(inputs, options))
+        check_results(source, IMAGE_ID)
+    described = list((generated if options.captions is None else existing)(inputs, options))
     if not is_first():
         return
-    if not described:
-        why = f", the first because: {skipped[0].reason}" if skipped else ""
+    every, described = described, [one for one in described if one.references]
+    if not (described or (every and options.results)):
+        why = "".join(f", the first because: {one.reason}" for one in inputs.skipped[:1])
         raise ValueError(f"{source.name}: none of its {len(source)} images can be judged{why}.")
     if options.results is not None:
-        write_results(options.results, source, IMAGE_ID, "caption", ((one.info, one.caption) for one in described))
-        bare = [one for one in described if not one.references]
-        if len(bare) == len(described):
-            yield "captions", float(len(described))
+        write_results(options.results, source, IMAGE_ID, "caption", ((one.info, one.caption) for one in every))
+        if not described:
+            yield "captions", float(len(every))
             return
-        skipped += [Skipped(one.row, one.key, "no caption") for one in bare]
-        described = [one for one in described if one.references]
-    captions, judged = [one.caption for one in described], vars(options.judge)
-    scored = score_captions(captions, [one.references for one in described], **judged)
-    yield from scored.values.items()
+        inputs.skipped.extend(Skipped(one.row, one.key, "no caption") for one in every if not one.references)
+    captions = [one.caption for one in described]
+    whole = score_captions(captions, [one.references for one in described], **scored)
+    warn(*(f"note: {note}." for note in whole.notes))
+    yield from whole.values.items()
     if options.clipscore is not None:
         with alone():
             yield from _clipscores(inputs, options.clipscore, described)
-    notes = list(scored.notes)
     for name, group in _groups(described, options.group_by):
-        of_group = score_captions([one.caption for one in group], [one.references for one in group], **judged)
+        of_group = score_captions([one.caption for one in group], [one.references for one in group], **scored)
         yield from ((f"{metric}_{name}", value) for metric, value in of_group.values.items() if metric not in VARIETY)
         yield f"count_{name}", float(len(group))
-        notes += of_group.notes
-    warn(*(f"note: {note}." for note in dict.fromkeys(notes)))
     if scene := getattr(source, "scene", None):  # the ground truth of an image, where the source has it
         yield from judge(captions, [scene(one.row) for one in described]).items()
     if inputs.page:
-        yield from _blocks(source, described, scored.cider)
+        worst = [(described[place], whole.cider[place]) for place in np.argsort(whole.cider, kind="stable")[:TILES]]
+        tiles = [
+            tile(source, one.row, one.caption, f"CIDEr-D {cider:.2f}", *one.references[:3], side=256)
+            for one, cider in worst
+        ]
+        yield Gallery(tiles, "Farthest from the captions of people")
 
 
 def _groups(described: list[CaptionedImage], fields: Sequence[str]) -> Iterator[tuple[str, list[CaptionedImage]]]:
@@ -179,51 +168,24 @@ def existing(inputs: Inputs, options: CaptionTaskOptions) -> Iterator[CaptionedI
 
     For result files images need no captions in the data. `Record.info` is read where that is needed, or free.
     """
-    source, path, matched = inputs.source, options.captions, False
+    source, path = inputs.source, options.captions
     assert path is not None
-    by_id = path.suffix.lower() == ".json"
-    table = None if by_id else CaptionTable(path)
+    table = None if path.suffix.lower() == ".json" else CaptionTable(path)
     texts = read_results(path, IMAGE_ID, "caption") if table is None else {}
-    informed = by_id or options.results or options.group_by or hasattr(source, "info")
+    informed = table is None or options.results or options.group_by or hasattr(source, "info")
     for row in range(len(source)):
         name = f"row {row}"
         try:
-            name = key_of(source, row)
+            name, references = key_of(source, row), captions_at(source, row)
             info = info_of(source, row) if informed else {}
-            caption = texts.get(official_id(source.name, info, IMAGE_ID)) if table is None else table.first(name)
-            matched |= caption is not None
-            references = captions_at(source, row)
         except BadSample as error:
             inputs.skipped.append(Skipped(row, name, str(error)))
             continue
+        caption = texts.get(official_id(source.name, info, IMAGE_ID)) if table is None else table.first(name)
         if caption is not None and (references or options.results is not None):
             yield CaptionedImage(row, name, caption, references, info)
         else:
             inputs.skipped.append(Skipped(row, name, "not in the table of captions" if references else "no caption"))
-    if not matched:
-        first, keys = next(iter(texts if table is None else table.place_of)), IMAGE_ID if by_id else "key"
-        raise ValueError(f"{path} has captions for none of the images of {source.name}: its `{keys}` is {first!r}, ...")
-
-
-def _blocks(source: Source, described: Sequence[CaptionedImage], cider: Floats) -> Iterator[Block]:
-    """Images chosen by lot, the worst ones, and the most frequent captions."""
-    worst = np.argsort(cider, kind="stable").tolist()
-    by_lot = sorted(worst, key=lambda i: key(source.fingerprint, "captions", described[i].row))
-    for title, places in (("Chosen by lot", by_lot), ("Farthest from the captions of people", worst)):
-        tiles = []
-        for place in places[:TILES]:
-            one = described[place]
-            lines = [one.caption or "(nothing)", f"CIDEr-D {cider[place]:.2f}"]
-            if scene := getattr(source, "scene", None):
-                judged = judge_caption(one.caption, scene(one.row))
-                marks = [f"{'✓' if s.true else '✗'} {s.words}" for s in judged.statements]
-                lines.append(", ".join(marks) if judged.parsable else "✗ outside the language")
-            lines += [f"“{reference}”" for reference in one.references[:3]]
-            with suppress(BadSample):  # it can no longer be read
-                tiles.append(Tile(thumbnail(decode(read(source, one.row).image), 256), lines))
-        yield Gallery(tiles, title)
-    frequent = Counter(one.caption for one in described).most_common(8)
-    yield Table([[text or "(nothing)", n] for text, n in frequent], ["most frequent captions", "images"])
 
 
 def captions_of_table(path: str, options: CaptionTaskOptions) -> CaptionTaskOptions | None:

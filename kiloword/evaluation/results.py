@@ -13,10 +13,8 @@ from kiloword.terminal import shown, warn
 from kiloword.types import BadSample, Source
 
 
-def check_results(path: Path, source: Source, name: str) -> None:
+def check_results(source: Source, name: str) -> None:
     """Errors: ValueError, before anything is computed, when the first readable row has no official id `name`."""
-    if path.is_dir():
-        raise ValueError(f"--results {path} is a folder. Expected a file, such as results.json.")
     for row in range(len(source)):
         try:
             official_id(source.name, info_of(source, row), name)
@@ -46,15 +44,11 @@ def write_results(
 
 
 def read_results(path: Path, name: str, what: str) -> dict[int | str, str]:
-    """The texts of a result file by their ids. Errors: ValueError for another file, and for two texts of one id."""
-    rows = load_json(path) or [None]
+    """The texts of a result file by their ids. Errors: ValueError for another file."""
     try:
-        texts = {whole_number(row[name]): str(row[what]) for row in rows}
+        return {whole_number(row[name]): str(row[what]) for row in load_json(path)}
     except (TypeError, KeyError):
         raise ValueError(f"{path} is no list of results. Expected objects with `{name}` and `{what}`.") from None
-    if len(texts) < len(rows):
-        raise ValueError(f"{path} has two results of one {name}. Expected one.")
-    return texts
 
 
 def whole_number(value: Any) -> Any:

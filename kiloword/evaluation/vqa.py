@@ -83,7 +83,7 @@ def run(inputs: Inputs, task_options: VqaTaskOptions) -> Findings:
                 raise ValueError(f"{source.name} has no answers to score with: --results FILE writes the model's.")
         check_asks(source)
     else:
-        check_results(results, source, QUESTION_ID)
+        check_results(source, QUESTION_ID)
     answerer = Answerer(matcher.model, matcher.tokenizer)
     answers, frequent = _known(source, task_options.train, options)
     listed = None if answers is None else answerer.close(answers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -100,23 +101,18 @@ def test_clipscore_is_that_of_single_images_and_texts(method: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("options", "word"),
+    ("captions", "options", "word"),
     [
-        ({"captions": {"elsewhere": ["a star"]}}, "'elsewhere'"),
-        ({"captions": people(1), "generate": GenerationOptions(beams=2)}, "generate"),
-        ({"captions": people(1), "group_by": ("region",)}, "region"),
-        ({}, "model"),
+        ({"elsewhere": ["a star"]}, {}, "none of its 24 images .* not in the table"),
+        (people(1), {"group_by": ("region",)}, "region"),
+        (None, {}, "model"),
     ],
 )
-def test_refusals(options: dict[str, object], word: str, tmp_path: Path) -> None:
-    if "captions" in options:
-        options = {**options, "captions": table(tmp_path / "said.parquet", options["captions"])}  # type: ignore[arg-type]
+def test_refusals(captions: dict[str, list[str]] | None, options: dict[str, Any], word: str, tmp_path: Path) -> None:
+    file = table(tmp_path / "said.parquet", captions) if captions else None
     with pytest.raises(ValueError, match=word):
-        evaluate(None, "caption", SCENES, **{"judge": QUIET, **options})
-
-
-def test_a_model_that_cannot_write_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="caption"):
+        evaluate(None, "caption", SCENES, judge=QUIET, captions=file, **options)
+    with pytest.raises(ValueError, match="caption"):  # it cannot write
         evaluate(kiloword.load(model_folder(tmp_path, "clip")), "caption", SCENES, judge=QUIET)
 
 
@@ -127,8 +123,9 @@ def test_the_command_and_its_page(folder: Path, tmp_path: Path, capsys: pytest.C
     values = json.loads((tmp_path / "c.json").read_text())["said.parquet"]
     assert values["wholly_true"] == 23 / 24
     page = (tmp_path / "c.html").read_text()
-    for text in (f"{values['cider']:.4f}", "three red stars", "✓ ", "✗ outside the language", "<img"):
-        assert text in page
+    assert "three red stars" in page
+    assert page.count("<img") == 20
+    assert f"{values['cider']:.4f}" in page
     assert f"{values['cider']:.4f}" in capsys.readouterr().out
 
 
@@ -196,23 +193,22 @@ def queries(draw: st.DrawFn) -> Query:
 @settings(max_examples=100, deadline=None)
 def test_truth_equals_a_literal_search(query: Query, scene: Scene, style: int) -> None:
     found = judge_caption(render(query, style), scene)
-    true = sum(s.true for s in found.statements)
-    assert (true, len(found.statements), found.mentioned) == literal(query, scene)
+    assert (found.true, len(found.statements), found.mentioned) == literal(query, scene)
 
 
 @pytest.mark.parametrize(
     ("caption", "scene", "said", "mentioned"),
     [
-        ("A large red star.", TWO, "+shape star, +colour red, +size large", 1),
-        ("a blue star", TWO, "+shape star, -colour blue", 0),  # each half is true of another: of equals the first
-        ("a circle right of a star", COLUMN, "+shape star, +shape circle, -relation left of", 2),
-        ("a star and a thing", ONE, "-thing an object, +shape star", 1),
-        ("three things on a navy background", TWO, "-count three objects, +background navy background", 0),
+        ("A large red star.", TWO, "+shape +colour +size", 1),
+        ("a blue star", TWO, "+shape -colour", 0),  # each half is true of another: of equals the first
+        ("a circle right of a star", COLUMN, "+shape +shape -relation", 2),
+        ("a star and a thing", ONE, "-thing +shape", 1),
+        ("three things on a navy background", TWO, "-count +background", 0),
     ],
 )
 def test_statements_by_hand(caption: str, scene: Scene, said: str, mentioned: int) -> None:
     found = judge_caption(caption, scene)
-    assert ", ".join(f"{'-+'[true]}{kind} {words}" for kind, words, true in found.statements) == said
+    assert " ".join(f"{'-+'[true]}{kind}" for kind, true in found.statements) == said
     assert (found.parsable, found.mentioned) == (True, mentioned)
 
 
