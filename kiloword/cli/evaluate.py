@@ -12,8 +12,8 @@ from tyro.conf import Positional, arg
 
 from kiloword.config.execution import REQUIRED, Flat, Some
 from kiloword.evaluation import TASKS, find
-from kiloword.evaluation.command import Execution
-from kiloword.evaluation.suite import Output, names
+from kiloword.evaluation.command import Execution, Output
+from kiloword.evaluation.suite import names
 from kiloword.evaluation.task import Task
 from kiloword.terminal import say
 
@@ -61,9 +61,9 @@ class EvaluateSuite:
 
     def run(self) -> None:
         """Evaluate, print, and write what is asked for."""
-        from kiloword.evaluation.suite.command import main
+        from kiloword.evaluation.command import run_suite
 
-        main(self.suite, self.models, self.data, self.only, self.output, self.execution, self.dry_run)
+        run_suite(self.suite, self.models, self.data, self.only, self.output, self.execution, self.dry_run)
 
 
 def read(argv: Sequence[str]) -> Any:

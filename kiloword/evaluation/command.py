@@ -1,12 +1,13 @@
-"""The loop of all evaluations, which opens each model once and runs it on one data set or on those of a suite; and the
-verb `eval`, which is a suite of one."""
+"""The loop of all evaluations, which opens each model once and runs it on one data set or on those of a suite; what it
+prints and writes."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,9 @@ from kiloword.__version__ import __version__
 from kiloword.config import execution as common
 from kiloword.config.execution import Flat
 from kiloword.errors import sentence_of, suggestion
+from kiloword.evaluation.suite import Entry, Suite, exists, read_suite
 from kiloword.evaluation.task import TOKEN_TASKS, Inputs, Task
-from kiloword.files import SaveError, write_json
+from kiloword.files import SaveError, write_atomic, write_json
 from kiloword.models.trust import NONE, Trust
 from kiloword.report import made_by, write_page
 from kiloword.report.blocks import Block, Page, Table
@@ -37,6 +39,16 @@ class Execution(common.Execution):
     text_features: tuple[str, ...] = ()  # tokens of the captions: retrieval
     dim: int | None = None  # evaluate the first N numbers of the embedding, normalised again; default: all
     trust: Flat[Trust] = NONE  # --method is of the first model, and of others where it is the same
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Where the results of a suite are written."""
+
+    out: Path | None = None  # folder of finished data sets: the same command again continues there
+    json: Path | None = None  # write all metrics to this file
+    csv: Path | None = None  # write the table to this file
+    html: Path | None = None  # write a page
 
 
 @dataclass
@@ -66,10 +78,10 @@ class Evaluation:
 
     def value(self, metrics: Mapping[str, float]) -> float:
         """The value that counts. Raises: ValueError for a metric that the task did not yield."""
-        missing = next((name for name in self.counts if name not in metrics), None)
-        if missing is not None:
-            reported, hint = ", ".join(list(metrics)[:12]), suggestion(missing, metrics)
-            raise ValueError(f"the task {self.task.name} yields no {missing} on {self.name}, only {reported}.{hint}")
+        for name in self.counts:
+            if name not in metrics:
+                reported, hint = ", ".join(list(metrics)[:12]), suggestion(name, metrics)
+                raise ValueError(f"the task {self.task.name} yields no {name} on {self.name}, only {reported}.{hint}")
         return sum(metrics[name] for name in self.counts) / len(self.counts)
 
     def values(self) -> dict[str, float]:
@@ -111,12 +123,129 @@ def main(
             write_json(json, one.results if len(models) > 1 else one.results[labelled[0]])
         if html is not None:
             cells = [[name, *map(values.get, labelled)] for name, values in rows.items()]
-            sections: dict[str, Sequence[Block]] = {"Metrics": [Table(cells, ["metric", *labelled], digits=4)]}
-            sections |= {label: blocks for label, blocks in one.blocks.items() if blocks}
+            sections: dict[str, Sequence[Block]] = {label: blocks for label, blocks in one.blocks.items() if blocks}
+            sections["Metrics"] = [Table(cells, ["metric", *labelled], digits=4)]
             intro = f"{task.help}\n\nData: {data}"
             write_page(html, Page(task.name.capitalize(), intro, sections, made_by(models, data)))
 
     evaluate_all(models, [one], execution, finish, page=html is not None)
+
+
+def run_suite(
+    name: str,
+    models: Sequence[str],
+    data: Path,
+    only: Sequence[str],
+    output: Output,
+    execution: Execution,
+    dry_run: bool,
+) -> None:
+    """Evaluate models on the data sets of a suite, print the table, write what is asked for.
+
+    Exits with 1 where a data set failed.
+    """
+    suite = read_suite(name)
+    every, labelled = data_sets(suite, data, only), labels(models)
+    problems = [
+        f"missing: {one.name} (looked for {', '.join([*one.places[:3], *['...'][: len(one.places) - 3]])})"
+        for one in every
+        if one.source is None
+    ]
+    if dry_run:
+        say(*(f"{one.name}: {one.task.name} on {one.source}, {one.metric}" for one in every if one.source is not None))
+        say(*problems)
+        return
+
+    def finish() -> None:
+        means = averages(suite, every, labelled)
+        rows = [((one.name, one.metric), one.values()) for one in every if one.state == "evaluated"]
+        rows += [((group, covered(mean)), mean["values"]) for group, mean in means.items() if mean["n"]]
+        failed = [f"failed: {one.name} with {model}: {why}" for one in every for model, why in one.errors.items()]
+        say(*columns(rows, labelled), *problems, *failed)
+        table = [[*names, *map(values.get, labelled)] for names, values in rows]
+        if output.json is not None:
+            sets = {one.name: _as_json(one) for one in every}
+            write_json(output.json, {"suite": suite.name, "data": str(data), "data_sets": sets, "averages": means})
+        if output.csv is not None:
+            text = io.StringIO()
+            csv.writer(text, lineterminator="\n").writerows([["data_set", "metric", *labelled], *table])
+            write_atomic(output.csv, text.getvalue().encode(errors="backslashreplace"))
+        if output.html is not None:
+            every_metric = [
+                [one.name, metric, *map(values.get, labelled)] for one in every for metric, values in one.rows().items()
+            ]
+            sections = {
+                "Results": [Table(table, ["data set", "metric that counts", *labelled], digits=4)],
+                "Missing and failed": [Table([line.split(": ", 1) for line in problems + failed], ["state", "data set"])],
+                "All metrics": [Table(every_metric, ["data set", "metric", *labelled], digits=4)],
+            }
+            intro = f"{suite.source}\n\nData sets of {data}."
+            write_page(output.html, Page(suite.title or suite.name, intro, sections, made_by(models, str(data))))
+
+    evaluate_all(models, every, execution, finish, output.out)
+    if any(one.errors for one in every):
+        raise SystemExit(1)
+
+
+def data_sets(suite: Suite, root: Path, only: Sequence[str] = ()) -> list[Evaluation]:
+    """The data sets of a suite, located below the root and not evaluated yet.
+
+    Raises: ValueError for a root that is not there, unknown names in `only`, and where nothing is found.
+    """
+    every = [_located(root, entry) for entry in suite.selected(only)]
+    if not root.is_dir() or all(one.source is None for one in every):
+        raise ValueError(
+            f"--data {root} has none of the {len(every)} data sets of {suite.name}: {every[0].name}, for example, "
+            f"was looked for as {', '.join(every[0].places[:3])}, ... (docs/suites.md)."
+        )
+    return every
+
+
+def _located(root: Path, entry: Entry) -> Evaluation:
+    """A data set with the files that its options name; without one of them it is missing."""
+    source, places, options = entry.located(root), entry.places(root), dict(entry.options)
+    for option, names in entry.files.items():
+        wanted = [str(root / name) for name in ([names] if isinstance(names, str) else names)]
+        options[option] = next(filter(exists, wanted), "")
+        if not options[option]:
+            source, places = None, wanted
+    counts = (entry.metric,) if isinstance(entry.metric, str) else entry.metric
+    chosen = replace(entry, options=options).task_options()
+    return Evaluation(entry.name, evaluation.find(entry.task), chosen, source, counts, entry.groups, places)
+
+
+def averages(suite: Suite, every: Sequence[Evaluation], models: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The mean of each group over the data sets that all models have, in the order of the suite; the last is that of
+    all data sets, whichever were chosen: n data sets in the mean, of so many, whether it is complete, values by model.
+    """
+    values = {one.name: one.values() for one in every if set(one.results) >= set(models)}
+    means = {}
+    for group, entries in suite.groups().items():
+        found = [values[entry.name] for entry in entries if entry.name in values]
+        n, of = len(found), len(entries)
+        mean = {model: sum(one[model] for one in found) / n for model in models} if n else {}
+        means[group] = {"n": n, "of": of, "complete": n == of, "values": mean}
+    return means
+
+
+def covered(mean: Mapping[str, Any]) -> str:
+    """How much of a group a mean covers: "mean of 38", or "3 of 38, incomplete"."""
+    return f"mean of {mean['of']}" if mean["complete"] else f"{mean['n']} of {mean['of']}, incomplete"
+
+
+def _as_json(one: Evaluation) -> dict[str, Any]:
+    """A data set in the JSON of a suite, whose keys docs/suites.md describes."""
+    return {
+        "state": one.state,
+        "task": one.task.name,
+        "metric": list(one.counts),
+        "groups": list(one.groups),
+        "source": one.source,
+        "values": one.values(),
+        "metrics": one.results,
+        **({"errors": one.errors} if one.errors else {}),
+        **({"looked_for": one.places} if one.source is None else {}),
+    }
 
 
 def evaluate_all(

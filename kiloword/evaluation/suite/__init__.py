@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ class Entry(BaseSettings):
     """One data set of a suite."""
 
     name: str
-    task: str  # one of `kiloword.evaluation.TASKS`
+    task: str  # one of `kiloword.evaluation.NAMES`
     metric: str | tuple[str, ...]  # the metric that counts; of several, their mean
     # folders or files to look for below the root besides `name`; scenes and URLs as they are
     data: tuple[str, ...] = ()
@@ -38,11 +38,6 @@ class Entry(BaseSettings):
     groups: tuple[str, ...] = ()  # whose averages it counts in, besides that of all
     note: str = ""
 
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """Names of the metrics whose mean counts."""
-        return (self.metric,) if isinstance(self.metric, str) else self.metric
-
     def task_options(self) -> Any:
         """The options as the task takes them. Raises: ValueError for an unknown task or option, or a wrong type."""
         task = find(self.task)
@@ -50,28 +45,25 @@ class Entry(BaseSettings):
         lists = {name: self.options[name] for name in LISTED if isinstance(self.options.get(name), list)}
         return replace(parse(dict(self.options) | dict.fromkeys(lists, ""), task.options), **lists)
 
-    def places(self, root: Path, split: str) -> list[str]:
+    def places(self, root: Path) -> list[str]:
         """Where the data set may be, most likely first, without the folder of the split; scenes and URLs as they are.
 
         For the name vtab/dtd: `vtab/dtd`, `wds_vtab-dtd` (CLIP_benchmark), `wds_vtab-dtd_test` (DataComp),
-        `wds/vtab/dtd`, `wds/wds_vtab-dtd`, `vtab-dtd`. Args: split: the suite's.
+        `wds/vtab/dtd`, `wds/wds_vtab-dtd`, `vtab-dtd`.
         """
-        listed, split = dict[str, None](), split if self.split is None else self.split
+        listed = list[str]()
         for name in (self.name, *self.data):
             flat = name.replace("/", "-")
-            forms = (name, f"wds_{flat}", f"wds_{flat}_{split}", f"wds/{name}", f"wds/wds_{flat}", flat)
-            listed |= dict.fromkeys([name] if _is_elsewhere(name) else [str(root / form) for form in forms])
-        return list(listed)
+            forms = (name, f"wds_{flat}", f"wds_{flat}_{self.split}", f"wds/{name}", f"wds/wds_{flat}", flat)
+            listed += [name] if _is_elsewhere(name) else [str(root / form) for form in forms]
+        return list(dict.fromkeys(listed))
 
-    def located(self, root: Path, split: str) -> str | None:
-        """The SRC, with the folder of the split where there is one, which has precedence; None: at none of its places.
-
-        Args: split: the suite's.
-        """
-        places, folder = self.places(root, split), split if self.split is None else self.split
-        splits = [Path(place) / folder for place in places if folder and not _is_elsewhere(place)]
-        whole = (place for place in places if _is_elsewhere(place) or exists(place))
-        return next((str(path) for path in splits if path.is_dir()), None) or next(whole, None)
+    def located(self, root: Path) -> str | None:
+        """The SRC; a place that has the folder of the split has precedence. None: it is at none of its places."""
+        places = self.places(root)
+        splits = [Path(place) / self.split for place in places if self.split and not _is_elsewhere(place)]
+        found = [str(path) for path in splits if path.is_dir()]
+        return next(iter(found + [place for place in places if _is_elsewhere(place) or exists(place)]), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,24 +85,12 @@ class Suite(BaseSettings):
     def selected(self, only: Sequence[str]) -> list[Entry]:
         """Data sets by name or group; all where nothing is named. Raises: ValueError for an unknown name."""
         known = {entry.name: [entry] for entry in self.dataset} | self.groups()
-        unknown = next((name for name in only if name not in known), None)
-        if unknown is not None:
-            raise ValueError(
-                f"--only names {unknown!r}, which is no data set or group of {self.name}: expected some of "
-                f"{', '.join(known)}.{suggestion(unknown, known)}"
-            )
+        for name in only:
+            if name not in known:
+                hint = suggestion(name, known)
+                raise ValueError(f"--only {name}: {self.name} has no such data set or group: {', '.join(known)}.{hint}")
         chosen = {entry.name for name in only or (AVERAGE,) for entry in known[name]}
         return [entry for entry in self.dataset if entry.name in chosen]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Output:
-    """Where results are written."""
-
-    out: Path | None = None  # folder of finished data sets: the same command again continues there
-    json: Path | None = None  # write all metrics to this file
-    csv: Path | None = None  # write the table to this file
-    html: Path | None = None  # write a page
 
 
 def names() -> list[str]:
@@ -129,11 +109,20 @@ def read_suite(name: str) -> Suite:
         raise ValueError(f"unknown suite {name!r}: expected {known}, or a TOML file.{suggestion(name, names())}")
     try:
         suite = parse(tomllib.loads(path.read_text(encoding="utf-8")), Suite)
-        for problem in _problems(suite):
-            raise ValueError(problem)
+        sets = suite.dataset
+        taken = [AVERAGE, *{group for entry in sets for group in entry.groups}, *(entry.name for entry in sets)]
+        if not sets or len(set(taken)) < len(taken):
+            twice = next((name for name in taken if taken.count(name) > 1), None)
+            what = "it has no data sets" if twice is None else f"two data sets or groups are named {twice!r}"
+            raise ValueError(f"{what}: expected one [[dataset]] or more, each with a name of its own.")
+        for entry in sets:
+            if not _NAME.fullmatch(entry.name) or not entry.metric:
+                raise ValueError(f"{entry.name!r} needs a metric, and a name of letters, digits, spaces and _ . + -")
+            entry.task_options()
     except ValueError as error:
         raise ValueError(f"{path} is no suite: {error}") from error
-    return replace(suite, name=path.stem)
+    dataset = tuple(replace(entry, split=suite.split) if entry.split is None else entry for entry in sets)
+    return replace(suite, name=path.stem, dataset=dataset)
 
 
 def exists(place: str) -> bool:
@@ -144,20 +133,3 @@ def exists(place: str) -> bool:
 def _is_elsewhere(name: str) -> bool:
     """Whether a name is of data that does not lie below a root: scenes, or a URL."""
     return is_url(name) or re.match(r"scenes([:?]|$)", name) is not None
-
-
-def _problems(suite: Suite) -> Iterator[str]:
-    if not suite.dataset:
-        yield "it has no data sets: expected one [[dataset]] or more."
-    taken = [entry.name for entry in suite.dataset] + list(suite.groups())
-    for name in {name for name in taken if taken.count(name) > 1}:
-        yield f"two data sets or groups are named {name!r}: names must differ."
-    for entry in suite.dataset:
-        if not _NAME.fullmatch(entry.name):
-            yield f"a data set is named {entry.name!r}: expected letters, digits, spaces and _ . + - alone."
-        if not entry.metrics or AVERAGE in entry.groups:
-            yield f"{entry.name} needs a metric, and no group {AVERAGE!r}, which always has all data sets."
-        try:
-            entry.task_options()
-        except ValueError as error:
-            yield f"{entry.name}: {error}"
