@@ -176,7 +176,9 @@ def run_suite(
             ]
             sections = {
                 "Results": [Table(table, ["data set", "metric that counts", *labelled], digits=4)],
-                "Missing and failed": [Table([line.split(": ", 1) for line in problems + failed], ["state", "data set"])],
+                "Missing and failed": [
+                    Table([line.split(": ", 1) for line in problems + failed], ["state", "data set"])
+                ],
                 "All metrics": [Table(every_metric, ["data set", "metric", *labelled], digits=4)],
             }
             intro = f"{suite.source}\n\nData sets of {data}."
@@ -264,25 +266,27 @@ def evaluate_all(
     """
     from kiloword.distributed.device import choose
     from kiloword.distributed.sharing import is_first, together
+    from kiloword.interop.names import is_foreign
+    from kiloword.models.model_folder import model_files, read_model_file
     from kiloword.terminal.progress import showing
 
-    execution = replace(execution, device=choose(execution.device))
+    execution, trust = replace(execution, device=choose(execution.device)), execution.trust
     folders, every = dict(zip(labels(models), models, strict=True)), [one for one in every if one.source is not None]
-    for label, folder in folders.items():
-        with _naming(label, models):
-            if not all(one.without_model(folder) for one in every):
-                check_model(folder)  # before the first model is evaluated
+    label = ""
     with together(execution.device), showing():
         try:
+            for label in folders:  # before the first model is evaluated
+                folder = folders[label]
+                if not is_foreign(folder) and not all(one.without_model(folder) for one in every):
+                    read_model_file(model_files(folder)[0].parent)
             for label, folder in folders.items():
-                with _naming(label, models):
-                    _evaluate_model(label, folder, every, execution, out, page)
-                trust = execution.trust
-                named = Trust(named=trust.method or trust.named, trust_code=trust.trust_code)
-                execution = replace(execution, trust=named)
-        except Exception:
+                _evaluate_model(label, folder, every, replace(execution, trust=trust), out, page)
+                trust = Trust(named=trust.method or trust.named, trust_code=trust.trust_code)
+        except Exception as error:
             if is_first() and any(one.results for one in every):
                 finish()  # an evaluation may have taken hours
+            if isinstance(error, ValueError) and len(models) > 1:
+                raise ValueError(f"{label}: {error}") from error
             raise
         if is_first():
             finish()
@@ -361,24 +365,6 @@ def _key(task: Task, options: Any, source: Source, folder: str, matcher: Matcher
     parts = [__version__, digest(model), run, source.fingerprint, sampled(source), words, task.name, plain]
     parts += [digest([file], file.name) for file in files]
     return hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=12).hexdigest()
-
-
-@contextmanager
-def _naming(label: str, models: Sequence[str]) -> Iterator[None]:
-    """Inside, the message of a ValueError begins with the name of a model that is one of several."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{label}: {error}" if len(models) > 1 else str(error)) from error
-
-
-def check_model(folder: str) -> None:
-    """Raises: ValueError for a name that is no model folder, unless it is of a model of another library."""
-    from kiloword.interop.names import is_foreign
-    from kiloword.models.model_folder import model_files, read_model_file
-
-    if not is_foreign(folder):
-        read_model_file(model_files(folder)[0].parent)
 
 
 def _on_tokens(task: Task, matcher: Matcher | None, source: Source, execution: Execution) -> tuple[Matcher, Source]:

@@ -161,5 +161,5 @@ def test_suites_find_what_is_distributed(data: Path) -> None:
     rows = [{"filename": f, "split": "test", "sentences": [{"raw": "a"}]} for f in FILES]
     dump(data / "dataset_flickr30k.json", {"images": rows, "dataset": "flickr30k"})
     for name in ("retrieval", "captions"):
-        found = [entry.located(data, "test") for entry in read_suite(name).dataset]
+        found = [entry.located(data) for entry in read_suite(name).dataset]
         assert list(filter(None, found)) == [f"{data}/dataset_flickr30k.json?split=test"]

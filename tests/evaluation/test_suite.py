@@ -15,8 +15,8 @@ from folders import model_folder
 from kiloword.cli.main import main
 from kiloword.data.classes.names import read_classnames, read_templates
 from kiloword.evaluation import evaluate
+from kiloword.evaluation.command import data_sets
 from kiloword.evaluation.suite import Entry, names, read_suite
-from kiloword.evaluation.suite.command import data_sets
 from tars import photo
 
 COLOURS = """
@@ -95,10 +95,9 @@ def test_one_table_of_all_data_sets(tmp_path: Path, model: Path, capsys: pytest.
     assert written["data_sets"]["absent"]["state"] == "missing"
     assert written["averages"]["average"] == {"n": 2, "of": 3, "complete": False, "values": {"first": mean}}
     assert written["averages"]["pairs of all kinds"]["complete"]
-    rows = list(csv.DictReader(files[1].read_text().splitlines()))
-    names_of_rows = ["colours", "pairs", "absent", "classes", "pairs of all kinds", "average"]
-    assert [row["data_set"] for row in rows] == names_of_rows
-    assert [float(row["first"] or "nan") for row in rows[:2]] == [colours["acc1"], pair_mean]
+    rows = {row["data_set"]: float(row["first"]) for row in csv.DictReader(files[1].read_text().splitlines())}
+    named = {"classes": colours["acc1"], "pairs of all kinds": pair_mean, "average": mean}
+    assert rows == {"colours": colours["acc1"], "pairs": pair_mean, **named}
     assert f"{mean:.4f}" in page.read_text()
 
 
@@ -220,20 +219,21 @@ def test_wrong_words_get_one_message(
     ["vtab/dtd/test", "wds_vtab-dtd/test", "wds_vtab-dtd_test/test", "wds/vtab/dtd/test", "wds_dtd", "dtd.csv"],
 )
 def test_where_data_sets_are_found(folder: str, tmp_path: Path) -> None:
-    entry = Entry(name="dtd", data=("vtab/dtd", "dtd.csv?label=class"), task="zeroshot", metric="acc1")
-    assert entry.located(tmp_path, "test") is None
+    data = ("vtab/dtd", "dtd.csv?label=class")
+    entry = Entry(name="dtd", data=data, split="test", task="zeroshot", metric="acc1")
+    assert entry.located(tmp_path) is None
     place = tmp_path / folder
     place.parent.mkdir(parents=True, exist_ok=True)
     place.touch() if place.suffix else place.mkdir()
-    assert entry.located(tmp_path, "test") == (f"{place}?label=class" if place.suffix else str(place))
+    assert entry.located(tmp_path) == (f"{place}?label=class" if place.suffix else str(place))
 
 
-def test_a_folder_with_the_split_has_precedence(tmp_path: Path) -> None:
-    entry = Entry(name="dtd", task="zeroshot", metric="acc1")
+@pytest.mark.parametrize(("split", "place"), [("test", "dtd"), ("val", "wds_dtd/val")])
+def test_a_folder_with_the_split_has_precedence(split: str, place: str, tmp_path: Path) -> None:
     (tmp_path / "dtd").mkdir()
     (tmp_path / "wds_dtd" / "val").mkdir(parents=True)
-    assert entry.located(tmp_path, "test") == str(tmp_path / "dtd")
-    assert entry.located(tmp_path, "val") == str(tmp_path / "wds_dtd" / "val")
+    entry = Entry(name="dtd", split=split, task="zeroshot", metric="acc1")
+    assert entry.located(tmp_path) == str(tmp_path / place)
 
 
 @pytest.mark.parametrize("name", names())
