@@ -3,7 +3,6 @@ eval`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,41 +14,20 @@ if TYPE_CHECKING:
     from kiloword.api import Matcher
     from kiloword.types import Skipped, Source
 
-NAMES = (
-    "retrieval",
-    "compositional",
-    "winogavil",
-    "zeroshot",
-    "probe",
-    "caption",
-    "vqa",
-    "reconstruction",
-    "hierarchy",
-    "uncertainty",
-    "spectrum",
-)
-
-
-class Tasks(Mapping[str, Task]):
-    """The tasks by name; each file is imported when its task is asked for."""
-
-    def __getitem__(self, name: str) -> Task:
-        if name not in NAMES:
-            raise KeyError(name)
-        task: Task = import_module(f"kiloword.evaluation.{name}").TASK
-        return task
-
-    def __contains__(self, name: object) -> bool:
-        return name in NAMES
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(NAMES)
-
-    def __len__(self) -> int:
-        return len(NAMES)
-
-
-TASKS = Tasks()
+TASKS = {
+    "retrieval": "Rank images by text and texts by image: recall@k; mean average precision where truth is known.",
+    "compositional": "Compare scores of true captions with those of false ones: SugarCrepe, Winoground, ARO, VALSE.",
+    "winogavil": "Choose the images that people associate with a cue among several: Jaccard index, as DataComp.",
+    "zeroshot": "Classify images by prompts of the class names: accuracy, or mean average precision of many labels.",
+    "probe": "Fit a linear layer on frozen image features, and classify with it: accuracy.",
+    "caption": "Caption images, and compare with people's captions: CIDEr-D, BLEU, METEOR, ROUGE-L, CLIPScore.",
+    "vqa": "Answer questions about images: VQA accuracy.",
+    "reconstruction": "Reconstruct hidden patches from the right caption, a wrong one and none: L1 of each.",
+    "hierarchy": "Retrieve from general to specific captions along chains, and measure uncertainty by level.",
+    "uncertainty": "Compare the uncertainty of images and texts with lengths, levels, truth and errors (calibration).",
+    "spectrum": "Singular values of the covariance of image features, and their effective rank.",
+}
+"""The tasks, with a line of help each; the file of a task is imported when it is asked for (`find`)."""
 
 
 def evaluate(
@@ -69,8 +47,8 @@ def evaluate(
     or opened; batch: images encoded at a time; workers: loader processes; skipped: receives the rows that cannot be
     used; blocks: receives what the page shows beside the metrics; options: fields of the task's `options`.
     Returns: metrics by name, and the number of skipped rows as "skipped". Of ranks that share the work (see
-    `distributed/sharing.py`) all know those of most tasks; what cannot be shared (caption's scores) is
-    computed and known by the first alone.
+    `distributed/sharing.py`) all know those of most tasks; what cannot be shared (caption's scores) is computed and
+    known by the first alone.
     Raises: ValueError for an unknown task or option, and for data that the task cannot use.
     """
     declared = find(task)
@@ -100,4 +78,5 @@ def find(name: str) -> Task:
     if name not in TASKS:
         hint = suggestion(name, TASKS) or " A task comes first: kiloword eval retrieval MODEL --data SRC."
         raise ValueError(f"unknown task {name!r}; known: {', '.join(sorted(TASKS))}.{hint}")
-    return TASKS[name]
+    task: Task = import_module(f"kiloword.evaluation.{name}").TASK
+    return task

@@ -197,7 +197,6 @@ def captions_of_table(path: str, options: CaptionTaskOptions) -> CaptionTaskOpti
 
 TASK = Task(
     name="caption",
-    help="Caption images, and compare with captions that people wrote: CIDEr-D, BLEU, METEOR, ROUGE-L, CLIPScore.",
     data="images with captions",
     models="model folder (OUT/model of a run), or any captioner's parquet table (key, captions) or COCO result file; "
     "several are compared",

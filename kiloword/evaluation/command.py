@@ -125,7 +125,7 @@ def main(
             cells = [[name, *map(values.get, labelled)] for name, values in rows.items()]
             sections: dict[str, Sequence[Block]] = {label: blocks for label, blocks in one.blocks.items() if blocks}
             sections["Metrics"] = [Table(cells, ["metric", *labelled], digits=4)]
-            intro = f"{task.help}\n\nData: {data}"
+            intro = f"{evaluation.TASKS[task.name]}\n\nData: {data}"
             write_page(html, Page(task.name.capitalize(), intro, sections, made_by(models, data)))
 
     evaluate_all(models, [one], execution, finish, page=html is not None)

@@ -288,7 +288,6 @@ def means(
 
 TASK = Task(
     name="compositional",
-    help="Compare scores of true captions with those of false ones: SugarCrepe, Winoground, ARO, VALSE.",
     data="the images that --pairs names, by key or file name",
     options=CompositionalTaskOptions,
     run=run,

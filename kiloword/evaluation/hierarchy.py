@@ -273,7 +273,6 @@ def of_images(inputs: Inputs) -> Findings:
 
 TASK = Task(
     name="hierarchy",
-    help="Retrieve from general to specific captions along chains, and measure uncertainty by level.",
     data="images with chains of captions (`hierarchies`) or of several levels (HierarImgs), or scenes",
     run=run,
 )

@@ -178,7 +178,6 @@ def encoded(inputs: Inputs, classes: Classes | None, pooled: bool) -> Split:
 
 TASK = Task(
     name="probe",
-    help="Fit a linear layer on frozen image features, and classify with it: accuracy.",
     data=ZEROSHOT.data,
     options=ProbeTaskOptions,
     run=run,

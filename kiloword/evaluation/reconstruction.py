@@ -129,7 +129,6 @@ def wrong_captions(source: Source, captions: Mapping[int, Sequence[str]]) -> dic
 
 TASK = Task(
     name="reconstruction",
-    help="Reconstruct hidden patches from the right caption, a wrong one and none: L1 of each.",
     data="images with captions",
     run=run,
 )

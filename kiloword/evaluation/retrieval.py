@@ -85,7 +85,6 @@ def run(inputs: Inputs, options: RetrievalTaskOptions) -> Findings:
 
 TASK = Task(
     name="retrieval",
-    help="Rank images by text and texts by image: recall@k, and mean average precision where ground truth is known.",
     data="images with captions",
     options=RetrievalTaskOptions,
     run=run,

@@ -80,7 +80,6 @@ def tower_output(model: Model, tokens: Tensor) -> Tensor:
 
 TASK = Task(
     name="spectrum",
-    help="Singular values of the covariance of image features, and their effective rank.",
     data="images",
     run=run,
     hidden=r"@(?!(1|2|4|8|16|32|64|128|256|512|1024|2048|4096)$)",  # singular values 3, 5, 6, 7, ...

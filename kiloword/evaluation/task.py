@@ -72,8 +72,7 @@ class NoOptions:
 class Task:
     """A task, as Python and the command line know it."""
 
-    name: str
-    help: str  # one line for the list of tasks
+    name: str  # a key of `kiloword.evaluation.TASKS`, which has its line of help
     data: str  # what --data takes, for its help
     models: str = "model folder (OUT/model of a run); several are evaluated on the same data and shown side by side"
     options: type[Any] = (

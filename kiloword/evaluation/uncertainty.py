@@ -227,7 +227,6 @@ def corners(source: Source, data: CaptionedImages, image: Tensor, text: Tensor, 
 
 TASK = Task(
     name="uncertainty",
-    help="Compare the uncertainty of images and texts with lengths, levels, ground truth and errors (calibration).",
     data="images with captions; the model needs Gaussians",
     run=run,
     hidden=r"_right@|_uncertainty@|_q(25|75)$",  # bins, most quantiles

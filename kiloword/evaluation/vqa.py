@@ -195,7 +195,6 @@ def means(answered: Iterable[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[s
 
 TASK = Task(
     name="vqa",
-    help="Answer questions about images: VQA accuracy.",
     data="images with questions and answers, or scenes:test?task=vqa",
     options=VqaTaskOptions,
     run=run,

@@ -80,7 +80,6 @@ def read(path: Path | None) -> list[Item]:
 
 TASK = Task(
     name="winogavil",
-    help="Choose the images that people associate with a cue among several: Jaccard index, as DataComp.",
     data="the images that --pairs names, by key or file name",
     options=WinogavilTaskOptions,
     run=run,

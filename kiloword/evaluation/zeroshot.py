@@ -103,7 +103,6 @@ def run(inputs: Inputs, options: ZeroshotTaskOptions) -> Findings:
 
 TASK = Task(
     name="zeroshot",
-    help="Classify images by prompts of the class names: accuracy, or mean average precision of many labels.",
     data="class folders, a table with a column `label`, tars with .cls, or scenes:test?task=colour",
     options=ZeroshotTaskOptions,
     run=run,

@@ -12,7 +12,7 @@ from kiloword.api import Matcher
 from kiloword.config.recipes import sizes
 from kiloword.data.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.evaluation import TASKS, evaluate
+from kiloword.evaluation import evaluate, find
 from kiloword.evaluation.spectrum import covariance, effective_rank, tower_output
 from kiloword.methods.registry import preset
 from kiloword.models.build import build
@@ -49,7 +49,7 @@ def test_values_are_those_of_the_covariance_of_the_towers_outputs(tmp_path: Path
     np.testing.assert_allclose(values, np.linalg.eigvalsh(np.cov(pooled.double().numpy().T))[::-1].clip(0), atol=1e-6)
     assert (found["vectors"], found["dimensions"], found["skipped"]) == (13, 32, 0)
     assert 1 <= found["effective_rank"] <= 12
-    assert [k for k in range(1, 10) if TASKS["spectrum"].prints(f"singular_value@{k}")] == [1, 2, 4, 8]
+    assert [k for k in range(1, 10) if find("spectrum").prints(f"singular_value@{k}")] == [1, 2, 4, 8]
     write_page(tmp_path / "s.html", Page("Spectrum", "", {"a": blocks}))
     assert "singular value" in (tmp_path / "s.html").read_text(encoding="utf-8")
 

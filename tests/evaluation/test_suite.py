@@ -195,26 +195,6 @@ def test_wrong_suites_get_one_message(
 
 
 @pytest.mark.parametrize(
-    ("words", "word"),
-    [
-        ("retreival m --data d", "retrieval"),
-        ("retrieval --data d", "MODEL"),
-        ("retrieval m --data .", "--data"),
-        ("mine.toml hf:no/such --data .", "no/such"),
-    ],
-)
-def test_wrong_words_get_one_message(
-    words: str, word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    suite_file(tmp_path, COLOURS)
-    assert ran(*words.split()) == 2
-    output = capsys.readouterr().err
-    assert word in output
-    assert output.count("\n") == 1
-
-
-@pytest.mark.parametrize(
     "folder",
     ["vtab/dtd/test", "wds_vtab-dtd/test", "wds_vtab-dtd_test/test", "wds/vtab/dtd/test", "wds_dtd", "dtd.csv"],
 )

@@ -20,7 +20,7 @@ from kiloword.data.scenes.captions import parse
 from kiloword.data.scenes.query import Pattern, Query, follows
 from kiloword.data.scenes.source import ScenesSource, parse_scenes
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.evaluation import TASKS, evaluate
+from kiloword.evaluation import evaluate, find
 from kiloword.evaluation.calibration import spearman
 from kiloword.evaluation.task import Inputs
 from kiloword.evaluation.uncertainty import best_overlap, buckets, chain_pairs, inclusion_tests, level
@@ -228,7 +228,7 @@ def test_buckets_hold_every_length_once_and_the_screen_hides_bins() -> None:
     ends = {name: words[inside].max().item() for name, inside in found.items()}
     assert ends == {"0-5": 5, "6-10": 10, "11-15": 15, "16-20": 20, "21-30": 30, "31+": 59}
     names = ["text_uncertainty_mean", "calibration_text_pearson", "calibration_text_right@3", "text_uncertainty_q25"]
-    assert [TASKS["uncertainty"].prints(name) for name in names] == [True, True, False, False]
+    assert [find("uncertainty").prints(name) for name in names] == [True, True, False, False]
 
 
 def test_the_page_shows_pairs_of_the_corners(tmp_path: Path) -> None:
