@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kiloword.api import Matcher
 from kiloword.evaluation.calibration import spearman
 from kiloword.evaluation.metrics import hit
-from kiloword.evaluation.retrieval import standings
+from kiloword.evaluation.retrieval import all_pairs
 from kiloword.types import Features
 
 Verdict = Literal["shown", "refuted", "undecided"]
@@ -233,7 +233,7 @@ def recall_by_image(matcher: Matcher, images: Features, texts: Features, image_o
     The mean over images is the mean of both directions' R@1 where all images have equally many captions.
     """
     owner = torch.as_tensor(image_of_text)
-    for_images, for_texts = standings(matcher.score, images, texts, owner, 1024)
+    for_images, for_texts = (side.standing() for side in all_pairs(matcher.score, images, texts, owner))
     hits, count = (torch.zeros(len(images["vec"]), dtype=torch.float64) for _ in range(2))
     hits.index_add_(0, owner, hit(for_texts, 1).double().cpu())
     count.index_add_(0, owner, torch.ones(len(owner), dtype=torch.float64))

@@ -42,7 +42,6 @@ IMAGES = (
     "key",
 )  # keys of the images of an entry
 BOX = ("bbox_x", "bbox_y", "bbox_w", "bbox_h")
-EXAMPLES = 12  # images on the page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +265,7 @@ def run(inputs: Inputs, options: CompositionalTaskOptions) -> Findings:
             for cut, own in zip(item.images if not good else (), scores.tolist(), strict=False):
                 lines = [f"{score:.3f} {text}" for score, text in zip(own, item.captions, strict=True)]
                 tiles.append(tile(cuts, rows[cut], item.category, *lines))
-        yield Gallery(tiles[:EXAMPLES], "Wrong items: each image with its scores, true captions first", 4)
+        yield Gallery(tiles[:12], "Wrong items: each image with its scores, true captions first", 4)
 
 
 def means(

@@ -29,7 +29,7 @@ from kiloword.types import Features
 if TYPE_CHECKING:
     from kiloword.api import Matcher
 
-NEIGHBOURS, SAMPLES = 10, 10  # without shots: images of a class, samples of each; the paper: 5, its total: 100
+NEIGHBOURS = SAMPLES = 10  # without shots: images of a class, samples of each; the paper: 5, its total: 100
 SHOT_SAMPLES = 100  # with shots: samples of all labelled images of a class
 EPS, STEPS, TOLERANCE = 0.02, 1000, 1e-6  # added to variances; of expectation maximisation
 
@@ -99,7 +99,7 @@ def choose(way: Way, matcher: Matcher, prompts: Prompts, images: Images | None, 
             "--prompts other than ensemble and --prompts.variance need the variances of prompts, which this model does "
             "not have: use a model trained by prolip or with +gaussian."
         )
-    weights, taken = torch.zeros(len(group), dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
+    weights, taken = torch.zeros(len(group), dtype=torch.float64), torch.arange(0)
     places = by_class(group.cpu(), n)
     if way == "bprw":
         assert images is not None
@@ -217,7 +217,6 @@ def statistics(way: Way, chosen: Chosen, prompts: Prompts) -> Values:
     places = by_class(prompts.group.cpu(), prompts.n)
     if way == "bprw":
         of_classes = [chosen.weights[place] for place in places]
-        yield "held_out", float(len(chosen.taken))
         yield "max_weight", float(torch.stack([weights.max() for weights in of_classes]).mean())
         yield "entropy", float(torch.stack([torch.special.entr(weights).sum() for weights in of_classes]).mean())
     else:

@@ -108,7 +108,7 @@ def retrieval(
 
     Args: images [I, ...]; texts [T, ...]; image_of_text [T] int64, in [0, I).
     """
-    yield from _recalls(*_all_scores(score, images, texts, image_of_text, chunk), ks, relevance)
+    yield from _recalls(*all_pairs(score, images, texts, image_of_text, chunk), ks, relevance)
 
 
 def mean_recalls(values: Mapping[str, float], ks: Sequence[int]) -> Values:
@@ -165,17 +165,12 @@ def _panel(score: Score, queries: Features, items: Features, chunk: int) -> Call
     return lambda q: torch.cat([score(rows(queries, q), rows(items, part)) for part in parts], 1)
 
 
-def _all_scores(score: Score, images: Features, texts: Features, image: Tensor, chunk: int) -> tuple[Side, Side]:
-    of_texts = _panel(lambda text, own: score(own, text).T, texts, images, chunk)
-    return _sides(_panel(score, images, texts, chunk), of_texts, image, len(images["vec"]), chunk)
-
-
-def standings(
+def all_pairs(
     score: Score, images: Features, texts: Features, image_of_text: Tensor, chunk: int = CHUNK
-) -> tuple[Standing, Standing]:
-    """Standing of the best caption of every image [I] and of the image of every text [T], on the CPU."""
-    of_images, of_texts = _all_scores(score, images, texts, image_of_text, chunk)
-    return of_images.standing(), of_texts.standing()
+) -> tuple[Side, Side]:
+    """Images that rank texts, and texts that rank images, by the scores of all pairs."""
+    of_texts = _panel(lambda text, own: score(own, text).T, texts, images, chunk)
+    return _sides(_panel(score, images, texts, chunk), of_texts, image_of_text, len(images["vec"]), chunk)
 
 
 def _recalls(of_images: Side, of_texts: Side, ks: Sequence[int], relevance: Relevance | None) -> Values:

@@ -19,7 +19,7 @@ from kiloword.evaluation.calibration import calibration, defined, groups, spearm
 from kiloword.evaluation.features import CaptionedImages, captioned, tile
 from kiloword.evaluation.hierarchy import TAIL, read
 from kiloword.evaluation.metrics import hit
-from kiloword.evaluation.retrieval import standings
+from kiloword.evaluation.retrieval import all_pairs
 from kiloword.evaluation.task import Findings, Inputs, NoOptions, Task
 from kiloword.methods.prolip.gaussian import csd, inclusion, variance_sum
 from kiloword.model.encoding import chunks, rows
@@ -55,7 +55,8 @@ def run(inputs: Inputs, options: NoOptions) -> Findings:
         )
     data = captioned(inputs)
     texts, image = matcher.encode_text(data.captions), torch.tensor(data.image_of_text)
-    for_images, for_texts = standings(matcher.score, data.images, texts, image, 1024)  # refuses infinite variances
+    sides = all_pairs(matcher.score, data.images, texts, image)
+    for_images, for_texts = (side.standing() for side in sides)  # refuses infinite variances
     of_images, of_texts = (variance_sum(features).double().cpu() for features in (data.images, texts))
     h, distance = compared(rows(data.images, image), texts)
     yield from spread("image_uncertainty", of_images)

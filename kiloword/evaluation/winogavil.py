@@ -15,8 +15,6 @@ from kiloword.evaluation.compositional import Cut, Item, scored
 from kiloword.evaluation.metrics import rounding
 from kiloword.evaluation.task import Findings, Inputs, Task
 
-SETS = {"5-6": range(7), "10-12": range(10, 13)}  # of candidates
-
 
 @dataclass(frozen=True, kw_only=True)
 class WinogavilTaskOptions:
@@ -36,7 +34,7 @@ def run(inputs: Inputs, options: WinogavilTaskOptions) -> Findings:
     values = [(len(item.images), jaccard(scores[:, 0], torch.tensor(item.chosen))) for item, scores, _ in usable]
     yield "items", float(len(usable))
     yield "avg_jaccard_score", sum(value for _, value in values) / len(values)
-    for name, counts in SETS.items():
+    for name, counts in ("5-6", range(7)), ("10-12", range(10, 13)):
         chosen = [value for count, value in values if count in counts]
         if chosen:
             yield f"jaccard_score_{name}", sum(chosen) / len(chosen)

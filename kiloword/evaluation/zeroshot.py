@@ -78,7 +78,12 @@ def run(inputs: Inputs, options: ZeroshotTaskOptions) -> Findings:
             "the one above (for scenes: scenes:test?task=colour)"
         )
     names = classes.names
-    asked = encoded(matcher, names, templates_of(source, options.classnames, options.templates))
+    template, listed = options.templates, options.classnames
+    if isinstance(template, str):
+        template = read_templates(template)
+    elif not template and not (template := getattr(source, "templates", None)):
+        template = templates(listed) if isinstance(listed, str) and listed in template_sets() else [SLOT]
+    asked = encoded(matcher, names, template)
     images = None if way == "ensemble" else encoded_images(inputs, classes)
     chosen = choose(way, matcher, asked, images, options.prompt_options)
     rest = None if images is None else images.without(chosen.taken)
@@ -222,16 +227,6 @@ def group_of(info: Mapping[str, Any], field: str) -> str | None:
 def field_name(field: str) -> str:
     """How a field of groups is named in metrics: `region` of `region=npy.0`."""
     return field.partition("=")[0]
-
-
-def templates_of(source: Source, classnames: Sequence[str] | str | None, chosen: Templates | str | None) -> Templates:
-    """The chosen templates; else those of the data, of the data set that `classnames` names, or the name alone."""
-    if isinstance(chosen, str):
-        return read_templates(chosen)
-    of_data: Templates | None = chosen or getattr(source, "templates", None)
-    if of_data:
-        return of_data
-    return templates(classnames) if isinstance(classnames, str) and classnames in template_sets() else [SLOT]
 
 
 def encoded(matcher: Matcher, names: Sequence[str], templates: Templates) -> Prompts:

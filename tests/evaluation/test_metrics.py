@@ -1,4 +1,4 @@
-"""Metrics against enumeration of every order of ties, and against CLIP_benchmark's own functions."""
+"""Metrics against enumeration of every order of ties; test_clip_benchmark.py compares with CLIP_benchmark."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from kiloword.evaluation import metrics
 from kiloword.evaluation.zeroshot import figures
@@ -76,13 +75,10 @@ def test_rounding_makes_no_winner() -> None:
     assert metrics.recall_at(score, torch.tensor([[True, False, False]]), 1).item() == 0
 
 
-def test_a_query_without_a_positive_is_a_miss() -> None:
+def test_a_query_without_a_positive_is_a_miss_and_nan_is_refused() -> None:
     scores, nothing = torch.rand(3, 4), torch.zeros(3, 4, dtype=torch.bool)
     assert metrics.recall_at(scores, nothing, 4).tolist() == [0, 0, 0]
     assert metrics.average_precision(scores, nothing).tolist() == [0, 0, 0]
-
-
-def test_nan_is_refused() -> None:
     with pytest.raises(ValueError, match="NaN"):
         metrics.recall_at(torch.tensor([[1.0, torch.nan]]), torch.tensor([[True, False]]), 1)
 
@@ -95,58 +91,3 @@ def test_classification_by_hand() -> None:
     assert "acc5" in dict(figures(torch.rand(2, 5), labels[:2]))
     targets = torch.tensor([[1, 0]] * 5)  # a class without positives counts 0
     assert dict(figures(torch.rand(5, 2), targets))["mean_average_precision"] == 0.5
-
-
-@pytest.fixture(scope="module")
-def clip_benchmark() -> None:
-    pytest.importorskip("clip_benchmark", reason="needs the CLIP_benchmark package")
-    pytest.importorskip("sklearn", reason="CLIP_benchmark's classification metrics need scikit-learn")
-
-
-def random_pairs(seed: int, photos: int, captions: int) -> tuple[Tensor, Tensor]:
-    """Scores [T, I] of random unit vectors, and the image of every text [T]; every image has a caption."""
-    g = torch.Generator().manual_seed(seed)
-    extra = torch.randint(photos, (captions - photos,), generator=g)
-    image_of_text = torch.cat([torch.arange(photos), extra]).sort().values
-    images, texts = torch.randn(photos, 32, generator=g), torch.randn(captions, 32, generator=g)
-    texts = texts + 0.5 * images[image_of_text]
-    normal = torch.nn.functional.normalize
-    return normal(texts, dim=1) @ normal(images, dim=1).T, image_of_text
-
-
-@pytest.mark.usefixtures("clip_benchmark")
-@pytest.mark.parametrize("k", [1, 5, 10])
-def test_retrieval_equals_clip_benchmark(k: int) -> None:
-    from clip_benchmark.metrics.zeroshot_retrieval import recall_at_k
-
-    scores, image_of_text = random_pairs(k, 60, 200)
-    positive = image_of_text[:, None] == torch.arange(60)
-    assert torch.equal(metrics.recall_at(scores, positive, k), (recall_at_k(scores, positive, k) > 0).double())
-    ours = metrics.recall_at(scores.T, positive.T, k)
-    assert torch.equal(ours, (recall_at_k(scores.T, positive.T, k) > 0).double())
-    assert 0.02 < ours.mean() < 0.98  # the comparison says something
-
-
-@pytest.mark.usefixtures("clip_benchmark")
-@pytest.mark.filterwarnings("ignore:y_pred contains classes not in y_true")  # scikit-learn's, and wanted here
-def test_classification_equals_clip_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    from clip_benchmark.metrics import zeroshot_classification as theirs
-    from sklearn.metrics import balanced_accuracy_score
-
-    # Its accuracy() calls float() on an array of shape [1], which NumPy 2.4 refuses: shadow that one name.
-    monkeypatch.setattr(theirs, "float", lambda number: number.item(), raising=False)
-    g = torch.Generator().manual_seed(0)
-    scores, labels = torch.randn(500, 12, generator=g), torch.randint(12, (500,), generator=g) ** 2 // 12
-    ours = dict(figures(scores, labels))
-    accuracies = theirs.accuracy(scores, labels, topk=(1, 5))
-    assert [ours["acc1"], ours["acc5"]] == pytest.approx(accuracies, abs=1e-12)
-    balanced = balanced_accuracy_score(labels.numpy(), scores.argmax(1).numpy())
-    assert ours["mean_per_class_recall"] == pytest.approx(balanced, abs=1e-12)
-
-
-def test_precisions_of_scikit_learn() -> None:
-    sklearn = pytest.importorskip("sklearn.metrics", reason="needs scikit-learn")
-    g = torch.Generator().manual_seed(0)
-    scores, relevant = torch.rand(4, 30, generator=g), torch.rand(4, 30, generator=g) < 0.4
-    expected = [sklearn.average_precision_score(r, s) for s, r in zip(scores.numpy(), relevant.numpy(), strict=True)]
-    assert metrics.average_precision(scores, relevant).tolist() == pytest.approx(expected)

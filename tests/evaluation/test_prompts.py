@@ -191,7 +191,6 @@ def test_all_prompts_kept_is_the_ensemble() -> None:
 @pytest.mark.parametrize("shots", [0, 5])
 def test_values_of_re_weighting(shots: int) -> None:
     found = zeroshot("bprw", shots=shots)
-    assert found["held_out"] == 3 * shots
     own = weights(found)
     assert found["max_weight"] == pytest.approx(sum(map(max, own.values())) / 3)
     entropies = [-sum(w * math.log(w) for w in of_class if w) for of_class in own.values()]
