@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kiloword.apps.mine.calibrate import some
 from kiloword.apps.mine.corpus import Corpus, Floats, Ints
-from kiloword.evaluation.metrics import rounding
+from kiloword.evaluation.metrics import standing
 from kiloword.model.encoding import chunks
 from kiloword.randomness import generator, key
 
@@ -41,10 +41,8 @@ def one_caption_each(corpus: Corpus, seed: int) -> tuple[Ints, Ints]:
 
 
 def _rank_of_diagonal(scores: Tensor) -> Floats:
-    true = scores.diagonal()[:, None]
-    higher = (scores > true + rounding(true)).sum(1)
-    tied = (scores >= true - rounding(true)).sum(1) - higher  # itself included
-    return (higher + (tied + 1) / 2).cpu().numpy()
+    where = standing(scores, torch.eye(len(scores), dtype=torch.bool, device=scores.device))
+    return (where.higher + (where.tied + 1) / 2).cpu().numpy()
 
 
 def nearest(corpus: Corpus, seed: int, k: int = NEAREST) -> Floats:

@@ -65,7 +65,7 @@ def run(options: Index) -> None:
             raise ValueError(f"{out} is a library of {file.folder}, not of {folder}: choose another --out.")
         matcher, name, weights = opened(options, file, options.dim)
         library = Library(out) if file and file.state else None
-        known, stamps = library.stamps if library else {}, stamps_of(found)
+        known, stamps = stamps_of(library.rows) if library else {}, stamps_of(found)
         missing, wanted = known.keys() - stamps.keys(), [path for path in stamps if known.get(path) != stamps[path]]
         gone = set(missing) if options.forget else deleted(options.photos, missing)
         # another disk may have other photos of the same names
@@ -94,7 +94,9 @@ def run(options: Index) -> None:
             if (final and (rows or gone)) or (len(rows) >= PIECE and time.monotonic() - last > PAUSE * took):
                 begin = time.monotonic()
                 replaced = gone.union(wanted[row] for row in rows)
-                kept = [row for row, path in enumerate(library.stamps if library else ()) if path not in replaced]
+                kept = [
+                    row for row, path in enumerate(stamps_of(library.rows) if library else ()) if path not in replaced
+                ]
                 features = {name: value.numpy() for name, value in join(parts).items()} if parts else {}
                 publish(out, file, found.take(pa.array(rows, pa.int64())), features, library, np.array(kept, np.int64))
                 library, rows, parts, last = Library(out), [], [], time.monotonic()
@@ -178,12 +180,11 @@ def encode(matcher: Matcher, images: Tensor) -> Features:
 
     Raises: ValueError where one is NaN or infinite.
     """
-    model = matcher.model
-    with inference(model):
-        features = dict(model.encode_image(images.to(model.device))[1])
-        if "log_var" in features and model.head.uncertainty is not None:
-            features["penalty"] = model.head.uncertainty.penalty(features)
-            features["uncertainty"] = matcher.uncertainty(features)
+    features, uncertainty = dict(matcher.encode_image(images, progress=False)), matcher.model.head.uncertainty
+    if "log_var" in features and uncertainty is not None:
+        with inference(matcher.model):
+            features["penalty"] = uncertainty.penalty(features)
+        features["uncertainty"] = matcher.uncertainty(features)
     if not all(bool(value.isfinite().all()) for value in features.values()):
         raise ValueError("the model gives features that are NaN or infinite: it cannot search.")
     exact = ("vec", *OF_GAUSSIANS)

@@ -15,7 +15,6 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +79,6 @@ class Library:
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    @cached_property
-    def stamps(self) -> dict[str, str]:
-        """Path -> stamp of every photo."""
-        return stamps_of(self.rows)
 
     def cells(self, row: int) -> dict[str, Any]:
         """The cells of a row by column; its `path` as the system has it."""

@@ -1,19 +1,19 @@
 """The best photos of a library for a text or an image.
 
-All photos are scored exactly, block by block, where a score is a cosine minus uncertainties. A model that compares a
-photo anew with each text (llip, flair, filip) scores a shortlist, the photos nearest by their vectors.
+All photos are scored exactly, straight from the memory map, where a score is a cosine minus uncertainties. A model that
+compares a photo anew with each text (llip, flair, filip) scores a shortlist, the photos nearest by their vectors.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kiloword.apps.search.library import BLOCK, OF_GAUSSIANS, Library
+from kiloword.apps.search.library import OF_GAUSSIANS, Library
 from kiloword.data.classes.names import caseless
 from kiloword.data.images.decode import decode
 from kiloword.data.sample import MAX_IMAGE, read_whole
@@ -48,7 +48,7 @@ def by_text(library: Library, matcher: Matcher, text: str, top: int, within: str
     if not 0 < len(text) <= LONGEST_QUERY:
         raise ValueError(f"the query has {len(text):,} characters: expected words, at most {LONGEST_QUERY:,}.")
     model, texts = matcher.model, matcher.encode_text([text])
-    scores = cosines(library.features["vec"], texts["vec"][0].float().cpu().numpy())
+    scores = library.features["vec"] @ texts["vec"][0].float().cpu().numpy()
     if "penalty" in library.features:
         assert model.head.uncertainty is not None
         with inference(model):
@@ -66,15 +66,7 @@ def by_text(library: Library, matcher: Matcher, text: str, top: int, within: str
 
 def by_image(library: Library, vec: Floats, top: int, within: str = "") -> list[Match]:
     """The photos most like an image by the cosine of their vectors, [D]."""
-    return _best(library, cosines(library.features["vec"], vec), top, within)
-
-
-def cosines(vectors: NDArray[Any], query: Floats) -> Floats:
-    """The cosine of every row [N, D] of norm 1 with a vector [D] of norm 1: [N] float32."""
-    scores = np.empty(len(vectors), np.float32)
-    for part in chunks(len(vectors), BLOCK):
-        scores[part] = vectors[part] @ query
-    return scores
+    return _best(library, library.features["vec"] @ vec, top, within)
 
 
 def best(scores: Floats, top: int) -> NDArray[np.int64]:

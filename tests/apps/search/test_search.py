@@ -22,7 +22,7 @@ from folders import model_folder
 from kiloword.api import Matcher, load
 from kiloword.apps.search.command import Index
 from kiloword.apps.search.library import Library
-from kiloword.apps.search.rank import best, by_image, by_text, cosines
+from kiloword.apps.search.rank import best, by_image, by_text
 from photo_folders import draw, photos_in, refused, run
 
 
@@ -38,9 +38,8 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
     model_folder(tmp_path / "model")
-    Index(
-        photos=photos_in(tmp_path / "photos"), out=tmp_path / "library", model=str(tmp_path / "model"), device="cpu"
-    ).run()
+    photos_in(tmp_path / "photos")
+    again(tmp_path / "library", model=str(tmp_path / "model"))
     return tmp_path / "library"
 
 
@@ -89,8 +88,6 @@ def test_ties_keep_the_order_of_the_library() -> None:
     scores = np.array([1, 3, 2, 3, np.nan, 2, -np.inf, 2], np.float32)
     for top in range(1, 12):
         assert best(scores, top).tolist() == [1, 3, 2, 5, 7, 0][:top]
-    vectors = np.random.default_rng(0).normal(size=(40_000, 16)).astype(np.float32)
-    np.testing.assert_allclose(cosines(vectors, vectors[0]), vectors @ vectors[0], rtol=1e-4, atol=1e-5)
 
 
 def test_an_update_changes_what_changed(library: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,8 +144,7 @@ def test_links_to_outside_are_not_indexed(library: Path, capsys: pytest.CaptureF
     (photos / "twin.jpg").symlink_to(photos / "00.jpg")
     indexed = again(library)
     assert capsys.readouterr().err.count("a link to a file outside the folder") == 1
-    assert "twin.jpg" in paths(indexed)
-    assert {"theirs.jpg"}.isdisjoint(paths(indexed))
+    assert {"twin.jpg", "theirs.jpg"} & {*paths(indexed)} == {"twin.jpg"}
     assert not any(indexed.rows["caption"].to_pylist())
     (photos / "twin.jpg").unlink()
     (photos / "twin.jpg").symlink_to(outside / "a.jpg")
@@ -211,10 +207,8 @@ def test_a_strangers_library_is_refused(library: Path, capsys: pytest.CaptureFix
 
 def test_a_path_that_leaves_the_folder_is_refused(library: Path) -> None:
     for path in (b"../model/config.json", b"/etc/passwd", b"a\0.jpg"):
-        table = pq.read_table(rows_of(library))
         column = pa.array([path] * 12)
-        schema = table.schema
-        file_of(library, lambda t, c=column, s=schema: t.set_column(2, s.field("file"), c))
+        file_of(library, lambda t, c=column: t.set_column(2, t.schema.field("file"), c))
         with pytest.raises(ValueError, match="outside"):
             Library(library).photo(0)
 
@@ -227,15 +221,12 @@ REFUSED = [
     ("search LIBRARY dog --top 0", "--top"),
     ("search LIBRARY --like BAD", "not an image"),
     ("search LIBRARY --like none.jpg", "none.jpg"),
-    ("search LIBRARY --like https://example.org/a.jpg", "example.org"),
     ("search PHOTOS dog", "library.json"),
     ("search LIBRARY dog --model OTHER", "another model"),
     ("index PHOTOS --model OTHER --out LIBRARY", "another model"),
-    ("index PHOTOS --out NEW", "--model"),
     ("index PHOTOS --model MODEL --out PHOTOS", "other files"),
     ("index PHOTOS --out LIBRARY --dim 8", "--dim"),
     ("index EMPTY --out LIBRARY", "no images"),
-    ("index NEW --out LIBRARY", "not a folder"),
     ("index MORE --out LIBRARY", "--out"),
     ("serve LIBRARY --port 70000", "--port"),
     ("index PHOTOS --out LIBRARY GONE", "--forget"),
