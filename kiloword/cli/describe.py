@@ -13,7 +13,6 @@ from functools import partial
 from importlib import metadata
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from kiloword.__version__ import __version__
 from kiloword.config.options import Mixing
@@ -26,7 +25,6 @@ from kiloword.model.model import Model, tower_shape
 from kiloword.model.trunks.libraries import torchvision_ready
 from kiloword.terminal import say
 from kiloword.terminal.screen import say_table
-from kiloword.types import Texts
 
 
 @dataclass(frozen=True)
@@ -73,45 +71,23 @@ class Sizes:
     """List the named sizes of towers."""
 
     def run(self) -> None:
-        """Print a table, with parameters and FLOPs."""
-        columns = ("size", "image", "patch", "image tower", "text tower", "context", "embedding", "M parameters")
+        """Print a table, with parameters."""
         rows = []
         for name, config in sizes().items():
             image, text = config.image, config.text
-            images, texts = flops(config)
             shape = (tower_shape(image), tower_shape(text), str(text.context), str(config.head.dim))
-            work = (f"{count / 1e9:.3g}" for count in (images, texts, images + texts))
-            rows.append((name, str(image.size), str(image.patch), *shape, f"{parameters(config) / 1e6:.2f}", *work))
-        say_table(rows, *columns, "GFLOP image", "text", "pair")
-        say(
-            "Towers are width x depth / heads. GFLOP: a forward pass (two per multiply-add) of one image and of one",
-            "caption that fills the context; a training step takes three times as much. Captions are never padded.",
-        )
+            rows.append((name, str(image.size), str(image.patch), *shape, f"{parameters(config) / 1e6:.2f}"))
+        towers = ("image tower", "text tower", "context", "embedding")
+        say_table(rows, "size", "image", "patch", *towers, "M parameters")
+        say("Towers are width x depth / heads. `kiloword plan` counts the FLOPs of a method at a size.")
 
 
 def parameters(config: ModelConfig) -> int:
-    """Number of parameters of a model."""
-    return sum(p.numel() for p in _empty(config).parameters())
-
-
-def flops(config: ModelConfig) -> tuple[int, int]:
-    """FLOPs of the forward pass of one image, and of one caption that fills the context; two per multiply-add."""
-    side, context, model = config.image.size, config.text.context, _empty(config)
-    with torch.device("meta"):
-        image = torch.empty(1, 3, side, side, dtype=torch.uint8)
-        text = Texts(torch.empty(context, dtype=torch.long), torch.tensor([0, context]), context)
-        with FlopCounterMode(display=False) as images:
-            model.encode_image(image)
-        with FlopCounterMode(display=False) as texts:
-            model.encode_text(text)
-    return int(images.get_total_flops()), int(texts.get_total_flops())
-
-
-def _empty(config: ModelConfig) -> Model:
-    """A clip model on the meta device."""
+    """Number of parameters of a clip model."""
     method = preset("clip")
     with torch.device("meta"):
-        return Model(config, method.head(method.shape(config))).to("meta")
+        model = Model(config, method.head(method.shape(config)))
+    return sum(p.numel() for p in model.parameters())
 
 
 @dataclass(frozen=True)

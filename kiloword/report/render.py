@@ -102,7 +102,7 @@ def say_blocks(blocks: Sequence[Block]) -> None:
     """Print texts, figures and tables; what is drawn is left to the page."""
     for block in blocks:
         if isinstance(block, Text):
-            say(*block.text.split("\n"))
+            say(*(block.text.split("\n") if block.kind == "code" else [block.text]))
         elif isinstance(block, Beside):
             say_blocks(block.blocks)
         elif isinstance(block, Figures):

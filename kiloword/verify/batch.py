@@ -102,19 +102,17 @@ def _input(name: str, one: Input, rows: Sequence[int], model: ModelConfig) -> Te
 
 def _precomputed(needs: Sequence[str], rows: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Precomputed features as a loader joins them: of few directions, so that any threshold selects some pairs."""
-    image_features, text_features = {}, {}
+    images, texts = {}, {}
+    captions = [(row, c) for row in rows for c in range(1 + row % 3)]
     for name in needs:
-        if name == "questions":
-            continue
         if name == "truth":
-            true = [_uniform("truth", row, c, size=IMAGES) < 0.2 for row in rows for c in range(1 + row % 3)]
-            text_features[name] = torch.stack(true)
-            continue
-        texts = [torch.stack([_direction(name, row + c) for c in range(1 + row % 3)]) for row in rows]
-        image_features[name] = torch.stack([_direction(name, row) for row in rows])
-        image_features[f"{name}.texts"] = torch.stack([of_image.mean(0) for of_image in texts])
-        text_features[name] = torch.cat(texts)
-    return image_features, text_features
+            texts[name] = torch.stack([_uniform("truth", row, c, size=IMAGES) < 0.2 for row, c in captions])
+        elif name != "questions":
+            texts[name] = torch.stack([_direction(name, row + c) for row, c in captions])
+            images[name] = torch.stack([_direction(name, row) for row in rows])
+            parts = torch.split(texts[name], [1 + row % 3 for row in rows])
+            images[f"{name}.texts"] = torch.stack([part.mean(0) for part in parts])
+    return images, texts
 
 
 def _direction(name: str, row: int) -> Tensor:

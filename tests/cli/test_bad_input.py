@@ -7,11 +7,7 @@ import json
 import os
 import re
 import shutil
-import signal
 import struct
-import subprocess
-import sys
-import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -170,47 +166,6 @@ def test_fewer_images_than_a_batch(refused: Refused, tmp_path: Path) -> None:
     assert "--epochs 1 is 0 steps of batch 8 on 7 images" in refused(*epochs)
 
 
-# Settings
-
-
-def test_devices_that_are_not_there(refused: Refused, a_run: Path, tmp_path: Path) -> None:
-    evaluate = ("eval", "retrieval", a_run / "model", "--data", "scenes:test?n=8", "--device")
-    assert "cuda" in refused("train", "siglip", "--device", "cuda:99", "--out", tmp_path / "out")
-    assert "cuda" in refused(*evaluate, "cuda:99")
-    assert "device" in refused(*evaluate, "gpu")
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (["--steps", "0"], "expected at least 1"),
-        (["--log-every", "0"], "--log-every is 0: expected at least 1"),
-        (["--together", "3", "--batch", "9"], "--together 3"),
-        (["--epochs", "3"], "--steps and --epochs both say how long"),
-        (["--batch", "0"], "--batch is 0: expected at least 1"),
-        (["--workers", "-1"], "workers"),
-        (["--weights", "1", "2"], "weights"),
-        (["--model.image.patch", "70"], "patch 70 is larger than the image size"),
-        (["--augment.crop", "2"], "--augment.crop is 2.0: expected 0.001 to 1"),
-        (["--optim.lr", "nan"], "--optim.lr is nan: expected 0 to 100"),
-        (["--optim.eps", "0"], "--optim.eps is 0.0: expected 1e-20 to 1"),
-        (["--model.preprocess.std", "1", "0", "1"], "--model.preprocess.std is 0.0: expected 1e-06 to 1000"),
-        (["--augment.blur-sigma", "0", "inf"], "--augment.blur-sigma is inf: expected 0 to 1000"),
-        (["--settings.bias", "nan"], "--settings.bias is nan: expected -1e+06 to 1e+06"),
-        (["--settings.scale", "0"], "scale is 0: expected a number above 0"),
-    ],
-)
-def test_impossible_settings(refused: Refused, tmp_path: Path, flags: list[str], says: str) -> None:
-    assert says in refused(*train(SCENES, tmp_path / "out", *flags))
-    assert not list(tmp_path.glob("out/*"))
-
-
-@pytest.mark.parametrize("epochs", ["inf", "nan", "1e308"])
-def test_endless_training(refused: Refused, tmp_path: Path, epochs: str) -> None:
-    output = refused("train", "siglip", "--data", SCENES, "--out", tmp_path / "out", "--batch", 8, "--epochs", epochs)
-    assert "--epochs" in output
-
-
 # Model folders
 
 
@@ -277,13 +232,6 @@ def test_out_holds_another_run(refused: Refused, a_run: Path, tmp_path: Path) ->
     assert before == {p: p.read_bytes() for p in a_run.rglob("*") if p.is_file()}
 
 
-def test_a_run_cannot_end_before_where_it_is(refused: Refused, a_run: Path) -> None:
-    before = (a_run / "config.json").read_bytes()
-    assert "has done 4 steps already: it cannot end after 2" in refused(*train(SCENES, a_run, "--steps", 2, "--extend"))
-    assert "Use --extend" not in refused(*train(SCENES, a_run, "--steps", 2))
-    assert (a_run / "config.json").read_bytes() == before
-
-
 @pytest.mark.parametrize("content", [None, '{"recipe": '])
 def test_run_without_a_usable_config(refused: Refused, a_run: Path, tmp_path: Path, content: str | None) -> None:
     """Nothing says whose state it is: it is not continued under another recipe."""
@@ -344,30 +292,3 @@ def test_disk_full_while_saving(refused: Refused, tmp_path: Path, monkeypatch: p
     assert (found is None) == (after < 12)
     main(words)
     assert [row["step"] for row in read_metrics(tmp_path / "out" / "metrics.jsonl")] == [1, 2, 3, 4]
-
-
-@pytest.mark.slow
-def test_interrupt_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    words = [sys.executable, "-m", "kiloword", *train(SCENES, out, "--steps", 100_000, "--workers", 1)]
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-        wait_for((out / "metrics.jsonl").exists, process)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the workers get it too
-        output = process.communicate(timeout=200)[1]
-    assert process.returncode == 128 + signal.SIGINT
-    assert "Traceback" not in output
-    assert "The same command goes on from there" in output.strip().splitlines()[-1]
-    found = load_state(out / "state", print)
-    assert found is not None
-    step = found[1]["step"]
-    assert f"after step {step}" in output
-    main(train(SCENES, out, "--steps", step + 2, "--extend"))
-    assert [row["step"] for row in read_metrics(out / "metrics.jsonl")] == list(range(1, step + 3))
-
-
-def wait_for(ready: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 200) -> None:
-    end = time.monotonic() + seconds
-    while not ready():
-        assert process.poll() is None, "ended by itself"
-        assert time.monotonic() < end, "took too long"
-        time.sleep(0.02)

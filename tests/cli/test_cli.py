@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 
 from kiloword import __version__
 from kiloword.cli.main import VERBS, main
-from kiloword.config.recipes import sizes
 from kiloword.training.log import read_metrics
 from tars import pairs, photo, write_tar
 
@@ -252,18 +251,6 @@ def test_settings_that_change_nothing_are_refused(
     assert bool(told) == (not output.out)
 
 
-def test_settings_of_a_method_of_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    """Plain fields, which declare nothing."""
-    (tmp_path / "plain_fields.py").write_text(
-        "from dataclasses import dataclass\nfrom kiloword.methods import siglip\n\n"
-        "@dataclass(frozen=True)\nclass Mine:\n    x: int = 1\n\n"
-        "def preset(settings: Mine):\n    return siglip.preset(siglip.Settings())\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    run("train", "plain_fields:preset", *RUN, "--settings.x", "3", "--out", tmp_path / "out", "--dry-run")
-    assert "plain_fields:preset x=3" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(("length", "steps"), [("--epochs 2", 16), ("--samples 33", 4), ("--steps 5", 5)])
 def test_three_ways_to_say_how_long(length: str, steps: int, tmp_path: Path, capsys: Capture) -> None:
     words = ["--data", "scenes?n=64", "--batch", "8", *length.split()]
@@ -338,10 +325,3 @@ def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) 
     with pytest.raises(SystemExit) as end:
         run("data", "check", tmp_path / "photos")
     assert end.value.code == 1
-
-
-def test_tables(capsys: Capture) -> None:
-    for verb, words in (("methods", ("clip", "siglip")), ("sizes", tuple(sizes())), ("doctor", ("torch", "python"))):
-        run(verb)
-        output = capsys.readouterr().out
-        assert all(word in output for word in words)

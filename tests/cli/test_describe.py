@@ -6,33 +6,24 @@ import re
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel  # the counter does not know the fused kernel of CPUs
-from torch.utils.flop_counter import FlopCounterMode
 
-from kiloword.cli.describe import extras, flops, parameters, slots
+from kiloword.cli.describe import extras, parameters, slots
 from kiloword.cli.main import main
 from kiloword.config.recipes import sizes
 from kiloword.distributed.device import cores
 from kiloword.methods.registry import components, names, preset
 from kiloword.models.build import build
-from kiloword.types import Texts
 
 
-def test_parameters_and_arithmetic_are_what_torch_counts() -> None:
+def test_sizes_name_every_size(capsys: pytest.CaptureFixture[str]) -> None:
     assert parameters(sizes()["b32"]) == 151_277_313  # ViT-B/32 as OpenAI released it
-    assert flops(sizes()["b32"]) == (8_817_623_040, 5_959_540_736)
-    config = sizes()["debug"]
-    model = build(config, preset("clip"))
-    assert parameters(config) == sum(p.numel() for p in model.parameters())
-    counts = []
-    for encode in (
-        lambda: model.encode_image(torch.zeros(1, 3, config.image.size, config.image.size, dtype=torch.uint8)),
-        lambda: model.encode_text(Texts.pack([[1] * config.text.context])),
-    ):
-        with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-            encode()
-        counts.append(counter.get_total_flops())
-    assert list(flops(config)) == counts
+    model = build(sizes()["debug"], preset("clip"))
+    assert parameters(sizes()["debug"]) == sum(p.numel() for p in model.parameters())
+    main(["sizes"])
+    rows = {line.split()[0]: re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()[1:]}
+    for name, config in sizes().items():
+        assert rows[name][-1] == f"{parameters(config) / 1e6:.2f}"
+        assert rows[name][1:3] == [str(config.image.size), str(config.image.patch)]
 
 
 def test_methods_name_every_preset_and_component(capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,17 +44,6 @@ def test_methods_name_every_preset_and_component(capsys: pytest.CaptureFixture[s
         ("siglip", "positives", "annotated"),
     ):
         assert found[method][slot] == component
-
-
-def test_sizes_name_every_size(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["sizes"])
-    lines = capsys.readouterr().out.splitlines()
-    rows = {line.split()[0]: re.split(r"\s{2,}", line.strip()) for line in lines[1:]}
-    for name, config in sizes().items():
-        image, text = flops(config)
-        work = [f"{count / 1e9:.3g}" for count in (image, text, image + text)]
-        assert rows[name][-4:] == [f"{parameters(config) / 1e6:.2f}", *work]
-        assert rows[name][1:3] == [str(config.image.size), str(config.image.patch)]
 
 
 def test_doctor_says_what_is_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

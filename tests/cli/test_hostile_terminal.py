@@ -23,7 +23,6 @@ from kiloword.models.build import build
 from kiloword.models.model_folder import save_model
 from runs import row
 from runs import write as write_run
-from servers import Server
 from tars import pairs, photo, write_tar
 
 # Colours, the window's title, a link, the screen cleared by a C1 character, a line of its own, words turned around or
@@ -83,7 +82,7 @@ def _damaged(world: World, kind: str) -> str:
         for file in world.model.iterdir():
             (folder / file.name).write_bytes(file.read_bytes())
         config = json.loads((folder / "config.json").read_text())
-        changed = {"key": {EVIL: 1}, "method": {"method": EVIL}, "value": {"model": {EVIL: EVIL}}}[kind]
+        changed = {"key": {EVIL: 1}, "method": {"method": EVIL}}[kind]
         (folder / "config.json").write_text(json.dumps(config | changed))
     return str(folder)
 
@@ -124,37 +123,25 @@ SMALL = ["--size", "debug", "--batch", "4", "--steps", "1"]
 ATTACKS: dict[str, tuple[int, Attack]] = {
     "data stats": (0, lambda w: ["data", "stats", w / "data"]),
     "data check": (1, lambda w: ["data", "check", w / "data"]),
-    "data index": (0, lambda w: ["data", "index", w / "data"]),
-    "data of nothing": (2, lambda w: ["data", "stats", w / EVIL.replace("\x00", "")]),
     "data with a zero": (2, lambda w: ["data", "stats", w / EVIL]),
     "data csv": (2, lambda w: ["data", "stats", _table(w)]),
-    "dry run": (0, lambda w: ["train", "clip", "--out", w / "r", *_with(w), "--bad-share", "0.5", "--dry-run"]),
     "train": (0, lambda w: ["train", "clip", "--out", w / "r", *_with(w), "--bad-share", "0.5"]),
     "too many bad": (2, lambda w: ["train", "clip", "--out", w / "r2", *_with(w)]),
     "captions": (2, lambda w: ["train", "clip", "--out", w / "r", *_with(w), "--extra-captions", _table(w)]),
     "zeroshot": (0, lambda w: ["eval", "zeroshot", w / MODEL, "--data", w / "data", "--html", w / "z.html"]),
     "retrieval": (0, lambda w: ["eval", "retrieval", w / MODEL, "--data", w / "data", "--json", w / "r.json"]),
-    "no task": (2, lambda w: ["eval", EVIL, w / MODEL, "--data", w / "data"]),
     "score": (0, lambda w: ["score", w / MODEL, "--images", w / "photo.png", w / f"{NAME[:60]}.png", "--texts", EVIL]),
     "embed": (0, lambda w: ["embed", w / MODEL, "--data", w / "data", "--out", w / "side", *OWN]),
     "mine": (0, lambda w: ["mine", w / "data", "--features", _side(w), "--out", w / "mined"]),
     "caption": (0, lambda w: ["caption", w / MODEL, "--data", w / "data", "--out", w / "c.parquet", *OWN]),
     "watch": (0, lambda w: ["watch", _run(w), "--once"]),
     "compare": (2, lambda w: ["compare", _run(w)]),
-    "watch folder": (0, lambda w: ["watch", w / "runs", "--once"]),
     "unknown key": (2, lambda w: ["score", _damaged(w, "key"), "--images", w / "photo.png", "--texts", "a"]),
-    "unknown field": (2, lambda w: ["score", _damaged(w, "value"), "--images", w / "photo.png", "--texts", "a"]),
     "model's method": (2, lambda w: ["score", _damaged(w, "method"), "--images", w / "photo.png", "--texts", "a"]),
     "method": (2, lambda w: ["train", EVIL, "--out", w / "r"]),
-    "component": (2, lambda w: ["train", "clip", "--positives", EVIL, "--out", w / "r"]),
     "verb": (2, lambda w: [EVIL]),
     "verify": (2, lambda w: ["verify", EVIL]),
-    "plan": (2, lambda w: ["plan", EVIL, "--samples", "1e9"]),
-    "plan size": (2, lambda w: ["plan", "clip", "--size", EVIL]),
     "import": (2, lambda w: ["import", "open_clip", "ViT-B-32", _tensors(w), "--out", w / "i"]),
-    "import name": (2, lambda w: ["import", "open_clip", EVIL, _tensors(w), "--out", w / "i"]),
-    "import prolip": (2, lambda w: ["import", "prolip", _tensors(w), "--out", w / "i"]),
-    "import nothing": (2, lambda w: ["import", "open_clip", "ViT-B-32", w / EVIL, "--out", w / "i"]),
 }  # fmt: skip
 
 
@@ -163,7 +150,7 @@ def steering(text: str) -> set[str]:
     return {c for c in text if c != "\n" and (unicodedata.category(c)[0] == "C" or c in "\u2028\u2029")}
 
 
-OPEN_CLIP = ("import", "import name")  # its own import takes seconds
+OPEN_CLIP = ("import",)  # its own import takes seconds
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in OPEN_CLIP else ()) for n in ATTACKS])
@@ -181,24 +168,6 @@ def test_nothing_steers_the_terminal(world: World, name: str, capsys: pytest.Cap
     assert "Traceback" not in said.err
     if expected == 2:
         assert said.err
-
-
-def test_a_server_that_steers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason phrase of an answer, and a header that comes back in a message."""
-    monkeypatch.setenv("KILOWORD_REMOTE", "retries=0 timeout=5")
-    reason = EVIL.replace("\r\n", "").encode("ascii", "replace").decode()
-    with Server({}) as server:
-        server._http.RequestHandlerClass.responses = {}
-        server._http.RequestHandlerClass.send_response_only = lambda self, code, message=None: self.wfile.write(
-            f"HTTP/1.1 {code} {reason}\r\n".encode()
-        )
-        server.always["x.tar"] = "418"
-        with pytest.raises(SystemExit) as end:
-            main(["data", "stats", f"{server.url}/x.tar"])
-    said = capsys.readouterr()
-    assert end.value.code == 2
-    assert "418" in said.err
-    assert not steering(said.out + said.err)
 
 
 def test_names_of_members(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

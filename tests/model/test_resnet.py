@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import kiloword.training.loop as loop
 from kiloword.apps.plan.options import Plan, check
-from kiloword.cli.describe import flops
 from kiloword.config.options import Checkpointing
 from kiloword.config.recipes import ImageConfig, ModelConfig, Recipe, sizes
 from kiloword.distributed import collectives
@@ -127,12 +126,11 @@ def test_torchvisions_resnet() -> None:
 
 
 def test_the_sizes_are_resnet_50() -> None:
-    """Parameters of open_clip's RN50 and of torchvision's resnet50 without its classifier; its published FLOPs."""
+    """Parameters of open_clip's RN50 and of torchvision's resnet50 without its classifier."""
     for name, parameters in (("rn50", 38_316_896 - 14_789_632), ("rn50-plain", 25_557_032 - 2_049_000)):
         with torch.device("meta"):
             tower = ResNet(sizes()[name].image)
         assert sum(p.numel() for p in tower.parameters()) == parameters
-    assert flops(sizes()["rn50-plain"])[0] == pytest.approx(2 * 4.09e9, rel=0.01)
 
 
 @pytest.mark.slow
