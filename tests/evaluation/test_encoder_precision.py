@@ -1,4 +1,4 @@
-"""Precision of encoders and loader processes where a model is used: `eval`, `score`, `embed` and `caption`."""
+"""Precision of encoders and loader processes where a model is used: `eval` and `caption`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from folders import model_folder
@@ -105,29 +104,21 @@ def test_auto_is_bf16_for_large_models_on_cuda() -> None:
     assert by_device.encoder_precision("bf16", tiny, "cpu") == "bf16"
 
 
-def test_another_precision_is_refused(folders: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="fp16"):
-        load(folders["clip"], precision="fp16")
-    for words in (["eval", "retrieval", "m", "--data", "d"], ["score", "m", "--images", "a", "--texts", "b"]):
-        with pytest.raises(SystemExit) as end:
-            run(*words, "--precision", "fp16")
-        assert end.value.code == 2
-        assert "fp16" in capsys.readouterr().err
-
-
-def test_eval_and_score_take_a_precision(folders: dict[str, str], tmp_path: Path) -> None:
-    Image.new("RGB", (40, 30), (60, 10, 99)).save(tmp_path / "a.png")
-    found = {}
+def test_eval_takes_a_precision(folders: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found, words = {}, ("eval", "retrieval", folders["llip"], "--data", SCENES, "--device", "cpu")
     for precision in ("fp32", "auto", "bf16"):
-        out, flags = tmp_path / f"{precision}.json", ("--precision", precision, "--device", "cpu")
-        run("eval", "retrieval", folders["llip"], "--data", SCENES, "--json", out, *flags)
-        found[precision] = json.loads(out.read_text())
-        inside = ("--images", tmp_path / "a.png", "--texts", *TEXTS, "--explain", tmp_path / f"inside-{precision}")
-        run("score", folders["llip"], *inside, *flags)
+        run(*words, "--json", tmp_path / f"{precision}.json", "--precision", precision)
+        found[precision] = json.loads((tmp_path / f"{precision}.json").read_text())
     assert found["auto"] == found["fp32"]
     assert found["bf16"] != found["fp32"]
     bounds = {name: 0.6 if name == "rsum" else 0.1 for name in found["fp32"]}  # rsum is a sum of six recalls
     assert all(found["bf16"][name] == pytest.approx(value, abs=bounds[name]) for name, value in found["fp32"].items())
+    with pytest.raises(ValueError, match="fp16"):
+        load(folders["clip"], precision="fp16")
+    with pytest.raises(SystemExit) as end:
+        run(*words, "--precision", "fp16")
+    assert end.value.code == 2
+    assert "fp16" in capsys.readouterr().err
 
 
 def test_captions_that_go_on_keep_their_precision(folders: dict[str, str], tmp_path: Path) -> None:

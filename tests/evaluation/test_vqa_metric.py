@@ -99,18 +99,20 @@ def test_leave_one_out(agreeing: int, expected: float) -> None:
     assert accuracy("red", ["red"] * agreeing + ["blue"] * (10 - agreeing)) == pytest.approx(expected)
 
 
-def test_equal_answers_are_compared_as_they_are() -> None:
-    assert accuracy("2", ["two"] * 10) == 0  # the evaluator's own quirk
-    assert accuracy("2", ["two"] * 9 + ["three"]) == 1
-    assert accuracy(" two\n", ["two"] * 10) == 1
-
-
-def test_other_numbers_of_annotators() -> None:
-    assert accuracy("red", ["red"]) == 1
-    assert accuracy("red", ["blue"]) == 0
-    assert accuracy("red", ["red", "red"]) == 1
-    assert accuracy("red", ["red", "blue"]) == 0.5
-    assert accuracy("red", ["red", "red", "red"]) == 1
+@pytest.mark.parametrize(
+    ("answer", "answers", "expected"),
+    [
+        ("2", ["two"] * 10, 0),  # equal answers are compared as they are: the evaluator's own quirk
+        ("2", ["two"] * 9 + ["three"], 1),
+        (" two\n", ["two"] * 10, 1),
+        ("red", ["red"], 1),
+        ("red", ["blue"], 0),
+        ("red", ["red", "red"], 1),
+        ("red", ["red", "blue"], 0.5),
+    ],
+)
+def test_accuracy_by_hand(answer: str, answers: list[str], expected: float) -> None:
+    assert accuracy(answer, answers) == expected
 
 
 def test_means() -> None:
