@@ -62,12 +62,11 @@ def local_folder(name: str | Path) -> str | Path:
     model, _, file = rest.partition(":")
     if not (model and file):
         raise ValueError(
-            f"{name} has no file of weights: write open_clip:NAME:FILE, or open_clip:NAME@TAG:FILE for weights that "
-            "were published under a tag; nothing is downloaded."
+            f"{name} has no file of weights: write open_clip:NAME:FILE, or open_clip:NAME@TAG:FILE for published ones."
         )
     weights = Path(file).expanduser()
     place = _place(name, [weights])
-    if not _is_complete(place):
+    if not (place / "model.safetensors").is_file():  # written last
         imported = import_state(model, read(weights))
         folder.write(imported, weights, place, f"open_clip {model}")
         warn_once(f"note: {assumed(model, imported.config)}")
@@ -80,7 +79,7 @@ def _of_folder(source: Path) -> Path:
     if str(config.get("format", "")).startswith("kiloword-model"):
         return source
     place = _place(f"hf:{source}", [*sorted(source.glob("*.json")), *weight_files(source)])
-    if not _is_complete(place):
+    if not (place / "model.safetensors").is_file():  # written last
         imported, weights = hf_clip.import_folder(source)
         folder.write(imported, weights, place, f"transformers {config.get('model_type')}")
     return place
@@ -91,16 +90,10 @@ def _place(name: str, files: list[Path]) -> Path:
     key = hashlib.blake2b(f"{TRANSLATION} {name}".encode(), digest_size=12)
     for file in files:
         if not file.is_file():
-            tag = file.parent == Path() and not file.suffix
-            what = " A published tag, such as openai, is not downloaded: give a file of its weights." if tag else ""
-            raise ValueError(f"no file of weights at {file}: check the path.{what}")
+            raise ValueError(f"no file of weights at {file}: check the path; nothing is downloaded.")
         stat = file.stat()
         key.update(f"{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode(errors="surrogateescape"))
     return cache_folder() / "models" / key.hexdigest()
-
-
-def _is_complete(place: Path) -> bool:
-    return (place / "model.safetensors").is_file()  # written last
 
 
 def _fetched(name: str) -> Path:

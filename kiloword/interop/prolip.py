@@ -25,9 +25,6 @@ METHOD: Literal["prolip-released"] = "prolip-released"
 APPENDED = 2  # [UNC] and [CLS], which its context does not count
 _POSITIONS, _UNC = "visual.positional_embedding", "visual.unc_embedding"  # positions of [CLS], [UNC] and the patches
 _ROWS = {"unc": "text.unc_emb", "cls": CLASS}  # tokens of the vocabulary in kiloword
-_TOWER = {"width": 768, "layers": 12}  # what a config.json may omit
-_VISION = _TOWER | {"image_size": 224, "patch_size": 16}
-_TEXT = _TOWER | {"context_length": 64, "vocab_size": 32100, "heads": 12}
 
 
 def model_config(path: Path) -> ModelConfig:
@@ -41,8 +38,8 @@ def model_config(path: Path) -> ModelConfig:
         )
     raw = json_object(path)
     check_numbers(raw, str(path))
-    vision, text = ({**usual, **(raw.get(key) or {})} for key, usual in (("vision_cfg", _VISION), ("text_cfg", _TEXT)))
-    config = translate(str(path), {**raw, "vision_cfg": {"embed_unc": None, **vision}, "text_cfg": text})
+    vision = {"embed_unc": None, **(raw.get("vision_cfg") or {})}  # by which `translate` knows a ProLIP
+    config = translate(str(path), {**raw, "vision_cfg": vision})
     return replace(config, text=replace(config.text, context=config.text.context + APPENDED))
 
 
@@ -52,15 +49,13 @@ def import_state(config: ModelConfig, state: Mapping[str, Tensor], roles: Roles)
     Args: config: of `model_config`; roles: of the tokenizer, whose mask token the weights lack.
     Raises: ValueError when weights are missing or have another shape.
     """
-    if missing := [name for name in (TOKENS, _POSITIONS, _UNC, *_ROWS.values()) if name not in state]:
-        raise ValueError(f"these weights have no {' and no '.join(missing)}: are they a released ProLIP's?")
-    if len(state[TOKENS]) != config.text.vocab:
-        raise ValueError(f"{TOKENS} has {len(state[TOKENS])} rows, but config.json says {config.text.vocab}.")
     vocab = max(config.text.vocab, 1 + max(roles.ids().values()))
     try:
+        if (rows := len(state[TOKENS])) != config.text.vocab:
+            raise ValueError(f"{TOKENS} has {rows} rows, but config.json says {config.text.vocab}.")
         folded = _folded(state, roles, vocab)
-    except (RuntimeError, IndexError) as error:
-        raise ValueError(f"these weights are no released ProLIP's: {str(error)[:200]}.") from error
+    except (KeyError, RuntimeError, IndexError) as error:
+        raise ValueError(f"these weights are no released ProLIP's: {str(error)[:200]} is wrong or missing.") from error
     shaped = preset(METHOD).shape(replace(config, text=replace(config.text, vocab=vocab, special=roles.ids())))
     expected = folder.bare(shaped, METHOD)
     twice = {name: value for name, value in expected.items() if name.startswith("head.pooling.norm.")}

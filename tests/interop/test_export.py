@@ -18,10 +18,11 @@ import kiloword
 from folders import TextPool, model_folder
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile, sizes
-from kiloword.data.text.tokenizer import clip_tokenizer_from
-from kiloword.interop.export import graphs, words
+from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer_from
+from kiloword.interop.export import graphs
 from kiloword.interop.export.source import LIMIT, Exported, check_close
 from kiloword.interop.export.weights import inverted
+from kiloword.interop.hf_clip import import_folder
 from kiloword.methods.registry import preset
 from kiloword.models.build import build
 from kiloword.models.card import record_evaluation, write_card
@@ -89,6 +90,19 @@ def with_clip_words(out: Path, method: str = "clip") -> Path:
     config = replace(config, text=replace(config.text, vocab=tokenizer.vocab, special=tokenizer.roles.ids()))
     file = ModelFile(method=method, settings={}, model=config, size="debug")
     save_model(out, build(config, preset(method), seed=1), tokenizer, file)
+    return out
+
+
+def of_siglip(out: Path) -> Path:
+    """A small model of SigLIP's architecture, with a tokenizer of its own."""
+    config, tokenizer = sizes()["debug"], Tokenizer.train(["a dog", "two cats"], vocab=300)
+    image = replace(config.image, stem="linear", stem_bias=True, class_token=False, pre_norm=False)
+    text = replace(config.text, vocab=tokenizer.vocab, special=tokenizer.roles.ids(), causal=False, pad_to_context=True)
+    head = replace(config.head, dim=image.width, image_pool="map", text_pool="last", image_projection=False)
+    config = replace(config, image=image, text=text, head=replace(head, text_projection_bias=True))
+    save_model(
+        out, build(config, preset("siglip"), seed=1), tokenizer, ModelFile(method="siglip", settings={}, model=config)
+    )
     return out
 
 
@@ -227,22 +241,22 @@ def test_weights_export_and_card(tmp_path: Path) -> None:
         main(["export", "safetensors", str(source), "--out", str(out)])
 
 
-def test_a_word_of_the_vocabulary_is_no_pad(tmp_path: Path) -> None:
-    source = Exported.of(str(with_clip_words(tmp_path / "m")), NONE)
-    words.write_tokenizer(source, tmp_path)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert config["pad_token"] == config["eos_token"] == "<end_of_text>"
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("target", ["transformers", "sentence-transformers"])
-def test_an_export_that_transformers_reads_comes_back(target: str, tmp_path: Path) -> None:
-    """With kiloword's own vocabulary, whose tokenizer.json names its special tokens."""
+@pytest.mark.parametrize(
+    ("target", "method"), [("transformers", "clip"), ("transformers", "siglip"), ("sentence-transformers", "clip")]
+)
+def test_an_export_that_transformers_reads_comes_back(target: str, method: str, tmp_path: Path) -> None:
+    """With kiloword's own vocabulary, whose tokenizer.json names its special tokens; SigLIP's architecture, too."""
     for name in LIBRARIES.get(target, ("transformers",)):
         pytest.importorskip(name, reason=f"{target} needs {name}")
-    source = model_folder(tmp_path / "m", "clip")
+    source = model_folder(tmp_path / "m", "clip") if method == "clip" else of_siglip(tmp_path / "m")
     main(["export", target, str(source), "--out", str(tmp_path / "out")])
+    if method == "siglip":  # its tokenizer is read as SigLIP's: the weights alone come back
+        state, own = import_folder(tmp_path / "out")[0].state, load_model(source)[0].state_dict()
+        assert state.keys() == own.keys()
+        assert all(torch.equal(state[name], own[name]) for name in own)
+        return
     ours, back = kiloword.load(source), kiloword.load(f"hf:{tmp_path / 'out'}")
     pixels = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
     torch.testing.assert_close(back.encode_image(pixels)["vec"], ours.encode_image(pixels)["vec"], atol=1e-6, rtol=0)

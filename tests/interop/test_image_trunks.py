@@ -184,22 +184,6 @@ def test_training_saves_loads_and_resumes_without_the_file(weights: Path, tmp_pa
     torch.testing.assert_close(saved.image_tower.trunk.bn0.running_var, stored["_bn0.running_var"], rtol=0, atol=0)
 
 
-def test_a_run_starts_from_a_folder_with_a_trunk(weights: Path, tmp_path: Path) -> None:
-    """Of another method and image size: the trunk's weights are the folder's, its map and the positions grow."""
-    flags = ["--data", "scenes?n=16", "--steps", "1", "--batch", "8", "--quiet"]
-    tower = ["--image-tower", f"efficientnet-lite0:{weights}", "--model.image.size", "32", "--vocab", "300"]
-    main(["train", "clip", *flags, *tower, "--size", "debug", "--out", str(tmp_path / "first")])
-    start = ["--init", str(tmp_path / "first" / "model"), "--model.image.size", "64"]
-    main(["train", "siglip", *flags, *start, "--out", str(tmp_path / "second")])
-    first, second = (load_matcher(tmp_path / name).model for name in ("first", "second"))
-    assert (grid(first.config.image), grid(second.config.image)) == (1, 2)
-    assert len(second.image_tower.positions) == 1 + 4
-    for name, value in first.image_tower.trunk.state_dict().items():
-        assert torch.equal(value, second.image_tower.trunk.state_dict()[name]), name
-    with pytest.raises(SystemExit):
-        main(["train", "siglip", *flags, *start, *tower, "--out", str(tmp_path / "third")])
-
-
 def test_files_that_are_refused(weights: Path, tmp_path: Path) -> None:
     trunk = EfficientNetLite("efficientnet-lite0")
     assert "not used: fc.weight" in towers.load(trunk, f"efficientnet-lite0:{weights}", "image tower")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cases import mostly_slow
-from kiloword.config.recipes import ModelConfig, sizes
+from kiloword.config.recipes import ModelConfig
 from kiloword.interop.checkpoint import read
 from kiloword.interop.folder import import_as
 from kiloword.interop.open_clip import import_state, main
@@ -134,14 +134,6 @@ def loss(logits: Tensor, method: str) -> Tensor:
         return -F.logsigmoid(signs * logits).sum() / len(logits)
     target = torch.arange(len(logits))
     return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
-
-
-def test_scale_above_the_limit_is_kept() -> None:
-    config = sizes()["debug"]
-    head = Head(Single(config), scale=Scale(limit=100.0))
-    head.load_state_dict({**head.state_dict(), "log_scale": torch.tensor([math.log(112.3)])})
-    head.clamp_()
-    assert head.log_scale.exp().item() == pytest.approx(112.3)
 
 
 def test_refusals(open_clip: ModuleType, tmp_path: Path) -> None:
