@@ -143,7 +143,7 @@ def test_command_at_paper_scale(command: str, place: Path, monkeypatch: pytest.M
         evaluated.append(read_suite(name).selected(only))
 
     monkeypatch.setattr("kiloword.evaluation.command.main", lambda *words: evaluated.append(words))
-    monkeypatch.setattr("kiloword.evaluation.suite.command.main", suite)
+    monkeypatch.setattr("kiloword.evaluation.command.run_suite", suite)
     main(shlex.split(command)[1:])
     assert evaluated[0]
 

@@ -23,7 +23,7 @@ from kiloword.evaluation.task import Findings, Inputs, PythonOnly, Task
 from kiloword.evaluation.zeroshot import field_name, group_of
 from kiloword.generation.captioner import Captioner
 from kiloword.generation.options import GenerationOptions
-from kiloword.report import Gallery
+from kiloword.report import Gallery, Tile
 from kiloword.terminal import warn
 from kiloword.types import BadSample, Skipped
 
@@ -109,10 +109,10 @@ def run(inputs: Inputs, options: CaptionTaskOptions) -> Findings:
         yield from judge(captions, [scene(one.row) for one in described]).items()
     if inputs.page:
         worst = [(described[place], whole.cider[place]) for place in np.argsort(whole.cider, kind="stable")[:TILES]]
-        tiles = [
-            tile(source, one.row, one.caption, f"CIDEr-D {cider:.2f}", *one.references[:3], side=256)
-            for one, cider in worst
-        ]
+        tiles = list[Tile]()
+        for one, cider in worst:
+            known = [f"“{text}”" for text in one.references[:3]]
+            tiles.append(tile(source, one.row, one.caption or "(nothing)", f"CIDEr-D {cider:.2f}", *known, side=256))
         yield Gallery(tiles, "Farthest from the captions of people")
 
 

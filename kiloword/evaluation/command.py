@@ -123,8 +123,8 @@ def main(
             write_json(json, one.results if len(models) > 1 else one.results[labelled[0]])
         if html is not None:
             cells = [[name, *map(values.get, labelled)] for name, values in rows.items()]
-            sections: dict[str, Sequence[Block]] = {label: blocks for label, blocks in one.blocks.items() if blocks}
-            sections["Metrics"] = [Table(cells, ["metric", *labelled], digits=4)]
+            sections: dict[str, Sequence[Block]] = {"Metrics": [Table(cells, ["metric", *labelled], digits=4)]}
+            sections |= {label: blocks for label, blocks in one.blocks.items() if blocks}
             intro = f"{evaluation.TASKS[task.name]}\n\nData: {data}"
             write_page(html, Page(task.name.capitalize(), intro, sections, made_by(models, data)))
 
