@@ -6,6 +6,7 @@ Fits run on the CPU, and are the same every time: first weights, shuffles and dr
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -18,6 +19,7 @@ from torch.optim import SGD, AdamW
 
 from kiloword.config.settings import BaseSettings, check, setting
 from kiloword.data.open import open_source
+from kiloword.errors import needs
 from kiloword.evaluation.classes import Classes, classes_of
 from kiloword.evaluation.features import labelled
 from kiloword.evaluation.task import ClassNames, Data, Findings, Inputs, Task
@@ -26,7 +28,7 @@ from kiloword.evaluation.zeroshot import figures
 from kiloword.model.encoding import chunks
 from kiloword.randomness import key
 from kiloword.terminal.progress import track
-from kiloword.types import Features, Skipped
+from kiloword.types import Features, Skipped, Source
 
 Layer = tuple[Tensor, Tensor]
 """A linear classifier: weight [C, D], bias [C]."""
@@ -38,18 +40,23 @@ EPOCHS = {
     # of 256 (arXiv:2112.12750)
     "sgd": 50,
 }
+STRENGTH = 3.16  # of the recipe lbfgs (arXiv:2103.00020), where none is chosen: C = 0.316, as in CLIP's example
+COUNT, STRIDES = 97, (8, 4, 2, 1)  # values of a sweep; its steps around the best of every 16th
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeOptions(BaseSettings):
     """Settings of the probe; None: the value of the recipe."""
 
-    # as in: FFF (adamw), SLIP and CLIP-C (sgd, which classifies features before the projection to the embedding)
-    recipe: Literal["clip_benchmark", "adamw", "sgd"] = "clip_benchmark"
+    # as in: FFF (adamw), SLIP and CLIP-C (sgd), CLIP (lbfgs). sgd and lbfgs classify features before the projection to
+    # the embedding
+    recipe: Literal["clip_benchmark", "adamw", "sgd", "lbfgs"] = "clip_benchmark"
     lr: float = setting(0.1, "learning rate at the start of the cosine", 0)
     epochs: int | None = setting(None, "passes over the data. None: clip_benchmark 10, adamw 20, sgd 50", 1)
     batch: int | None = setting(None, "images in a step. None: 64, sgd 256", 1)
-    weight_decay: float = setting(0.0, "of the optimiser", 0)
+    weight_decay: float | None = setting(
+        None, "of the optimiser; lbfgs: 1 / C of scikit-learn. None: swept on --val, or else 0, lbfgs 3.16", 0
+    )
     shots: int = setting(0, "training images per class, drawn by the seed; 0: all", 0)
     seed: int = 0  # of draws, shuffles and first weights
 
@@ -59,6 +66,7 @@ class ProbeTaskOptions:
     """What the probe is fitted on, and how."""
 
     train: Data | None = None  # training data, which must be given
+    val: Data | None = None  # data on which the weight decay is chosen
     # class names: a text file with one per line, a JSON file, or a data set (kiloword data names). None: of the data
     classnames: ClassNames | None = None
     probe: ProbeOptions = field(default_factory=ProbeOptions)
@@ -87,18 +95,81 @@ def run(inputs: Inputs, options: ProbeTaskOptions) -> Findings:
     classes, of_test = (classes_of(data, options.classnames) for data in (source, inputs.source))
     if classes is not None and of_test is not None and classes.names != of_test.names:
         raise ValueError("--data and --train have different classes: expected the same names in the same order.")
-    bad = list[Skipped]()
-    test = encoded(inputs, of_test, chosen.recipe == "sgd")
-    rows = encoded(replace(inputs, source=source, skipped=bad), classes, chosen.recipe == "sgd")
-    inputs.skipped.extend(replace(one, reason=f"{one.reason} (train)") for one in bad)
+    pooled = chosen.recipe in ("sgd", "lbfgs")
+
+    def split(data: Source, name: str) -> Split:
+        bad = list[Skipped]()
+        found = encoded(replace(inputs, source=data, skipped=bad), classes, pooled)
+        inputs.skipped.extend(replace(one, reason=f"{one.reason} ({name})") for one in bad)
+        return found
+
+    test, rows = encoded(inputs, of_test, pooled), split(source, "train")
     if chosen.shots:
         rows = drawn(rows, chosen.shots, source.fingerprint, chosen.seed)
-    count = max(1 + int(torch.cat([rows.y, test.y]).max()), len(classes or of_test or ()))
-    layer = steps(rows, start(rows.x.shape[1], count, chosen.recipe, chosen.seed), chosen)
+    count, tried = max(1 + int(torch.cat([rows.y, test.y]).max()), len(classes or of_test or ())), dict[float, float]()
+    decay = chosen.weight_decay
+    if options.val is not None:
+        if decay is not None:
+            raise ValueError("--val selects a weight decay, and --probe.weight-decay sets it: omit one.")
+        held = split(open_source(options.val, size) if isinstance(options.val, str) else options.val, "val")
+        decay, tried = sweep(
+            6 if chosen.recipe == "lbfgs" else 2, lambda decay: accuracy(fit(rows, count, decay, chosen), held)
+        )
+        if not chosen.shots:  # k shots stay k
+            rows = Split(torch.cat([rows.x, held.x]), torch.cat([rows.y, held.y]))
+    elif decay is None:
+        decay = STRENGTH if chosen.recipe == "lbfgs" else 0.0
+    layer = fit(rows, count, decay, chosen)
     yield from figures(F.linear(test.x, *layer), test.y)
-    yield "train_acc1", float((F.linear(rows.x, *layer).argmax(1) == rows.y).double().mean())
+    yield "train_acc1", accuracy(layer, rows)
     yield "train_rows", float(len(rows.x))
-    yield "weight_decay", chosen.weight_decay
+    yield "weight_decay", decay
+    yield from ((f"sweep@{value:.3g}", share) for value, share in sorted(tried.items()))
+
+
+def accuracy(layer: Layer, rows: Split) -> float:
+    """Share of rows whose class is the first, in [0, 1]; 0 of a fit that diverged."""
+    logits = F.linear(rows.x, *layer)
+    return float((logits.argmax(1) == rows.y).double().mean()) if bool(logits.isfinite().all()) else 0.0
+
+
+def sweep(high: int, accuracy: Callable[[float], float]) -> tuple[float, dict[float, float]]:
+    """The weight decay whose validation accuracy is highest, and the accuracies of all that were tried.
+
+    Of 97 values from 1e-6 to 10^high, evenly spaced as logarithms, every 16th first, then neighbours 8, 4, 2 and 1
+    places beside the best, as CLIP (arXiv:2103.00020, appendix A.3) and CLIP_benchmark; of equals the smallest.
+    """
+    values = [10 ** (-6 + (high + 6) * place / (COUNT - 1)) for place in range(COUNT)]
+    tried: dict[float, float] = {}
+
+    def best(places: Sequence[int]) -> int:
+        for place in places:
+            if values[place] not in tried:
+                tried[values[place]] = accuracy(values[place])
+        return max(places, key=lambda place: (tried[values[place]], -place))
+
+    peak = best(range(0, COUNT, 2 * STRIDES[0]))
+    for stride in STRIDES:
+        peak = best([max(peak - stride, 0), peak, min(peak + stride, COUNT - 1)])
+    return values[peak], tried
+
+
+def fit(rows: Split, classes: int, decay: float, options: ProbeOptions) -> Layer:
+    """The classifier that a recipe makes of rows."""
+    if options.recipe != "lbfgs":
+        first = start(rows.x.shape[1], classes, options.recipe, options.seed)
+        return steps(rows, first, replace(options, weight_decay=decay))
+    try:
+        from sklearn.linear_model import LogisticRegression
+    except ImportError:
+        raise ValueError(needs("--probe.recipe lbfgs", "scikit-learn", "eval")) from None
+    fitted = LogisticRegression(C=1 / max(decay, 1e-12), max_iter=1000).fit(rows.x.double().numpy(), rows.y.numpy())
+    weight, bias = torch.zeros(classes, rows.x.shape[1]), torch.full((classes,), -1e9)  # of classes without a row
+    two = len(fitted.classes_) == 2  # which have one weight vector
+    weight[fitted.classes_[two:]] = torch.from_numpy(fitted.coef_).float()
+    bias[fitted.classes_] = 0.0
+    bias[fitted.classes_[two:]] = torch.from_numpy(fitted.intercept_).float()
+    return weight, bias
 
 
 def drawn(train: Split, shots: int, fingerprint: str, seed: int) -> Split:
@@ -132,7 +203,9 @@ def steps(rows: Split, first: Layer, options: ProbeOptions) -> Layer:
     """Cross-entropy in shuffled batches, the last of an epoch smaller; a cosine from `lr` to 0, no warm-up."""
     weight, bias = (x.clone().requires_grad_() for x in first)
     sgd, n, lr = options.recipe == "sgd", len(rows.x), options.lr
-    update = (partial(SGD, momentum=0.9) if sgd else AdamW)([weight, bias], lr, weight_decay=options.weight_decay)
+    update = (partial(SGD, momentum=0.9) if sgd else AdamW)(
+        [weight, bias], lr, weight_decay=options.weight_decay or 0.0
+    )
     epochs, batch = options.epochs or EPOCHS[options.recipe], options.batch or (256 if sgd else 64)
     count = epochs * math.ceil(n / batch)
     orders = (shuffled(n, epoch, options.seed) for epoch in range(epochs))
@@ -181,4 +254,5 @@ TASK = Task(
     data=ZEROSHOT.data,
     options=ProbeTaskOptions,
     run=run,
+    hidden="^sweep@",
 )

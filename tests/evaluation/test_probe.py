@@ -141,16 +141,53 @@ def test_features_are_the_models(method: str) -> None:
     assert pooled.y.tolist() == [row % 3 for row in range(20) if row != 3]
 
 
-@pytest.mark.parametrize("recipe", probe.EPOCHS)
+@pytest.mark.parametrize(("classes", "strength"), [(4, 0.01), (4, 50.0), (2, 1.0)])
+def test_lbfgs_is_the_optimum_of_logistic_regression(classes: int, strength: float) -> None:
+    """The gradient of the mean cross-entropy + strength |W|^2 / (2 N) is 0; a class without rows is never chosen."""
+    pytest.importorskip("sklearn", reason="the recipe lbfgs needs scikit-learn")
+    rows = gaussians(300, classes, 8, seed=2)
+    weight, bias = (x.double() for x in probe.fit(rows, classes + 1, strength, ProbeOptions(recipe="lbfgs")))
+    off = (rows.x.double() @ weight.T + bias).softmax(1) - torch.nn.functional.one_hot(rows.y, classes + 1)
+    slope = (off.T @ rows.x.double() + strength * weight) / len(rows.x)
+    assert slope[classes - 1].abs().max() < 1e-3
+    assert off.mean(0).abs().max() < 1e-3
+    assert not weight[classes].any()
+
+
+@pytest.mark.parametrize("top", range(0, 97, 7))
+def test_a_sweep_finds_the_top_of_a_hill(top: int) -> None:
+    values = np.logspace(-6, 2, 97)
+    found, tried = probe.sweep(2, lambda value: -abs(np.log10(value) - np.log10(values[top])))
+    assert found == pytest.approx(values[top], rel=1e-9)
+    assert len(tried) <= 7 + 2 * 4
+    assert probe.sweep(6, lambda _: 0.5)[0] == pytest.approx(1e-6)  # of equals the smallest
+
+
+def test_a_decay_is_chosen_on_validation_data(debug: Matcher) -> None:
+    val = replace(TEST, name="val", fingerprint="val-v1")
+    found = evaluate(debug, "probe", TEST, train=TRAIN, val=val, probe=ProbeOptions(epochs=1))
+    assert found["train_rows"] == 19 + 11  # the validation rows are fitted in the end
+    tried = {name: value for name, value in found.items() if name.startswith("sweep@")}
+    assert len(tried) >= 10
+    assert tried[f"sweep@{found['weight_decay']:.3g}"] == max(tried.values())
+    few = evaluate(debug, "probe", TEST, train=TRAIN, val=val, probe=ProbeOptions(epochs=1, shots=2))
+    assert few["train_rows"] == 6
+    with pytest.raises(ValueError, match="weight-decay"):
+        evaluate(debug, "probe", TEST, train=TRAIN, val=val, probe=ProbeOptions(weight_decay=1.0))
+
+
+@pytest.mark.parametrize("recipe", [*probe.EPOCHS, "lbfgs"])
 def test_every_recipe_learns_shapes_and_skipped_rows_are_named(debug: Matcher, recipe: Any) -> None:
+    if recipe == "lbfgs":
+        pytest.importorskip("sklearn", reason="the recipe lbfgs needs scikit-learn")
     data = ("scenes:test?n=60&task=colour", "scenes:train?n=60&task=colour")
     found = evaluate(debug, "probe", data[0], train=data[1], probe=ProbeOptions(recipe=recipe))
     judged = {"acc1", "acc5", "mean_per_class_recall", "train_acc1", "train_rows", "weight_decay", "skipped"}
     assert (set(found), found["train_rows"]) == (judged, 60)
     rows, fresh, options = gaussians(300, 5, 16, 300), gaussians(200, 5, 16, 200), ProbeOptions(recipe=recipe)
-    weight, bias = probe.steps(rows, probe.start(16, 5, recipe, 0), options)
+    weight, bias = probe.fit(rows, 5, 0.1, options)
     assert ((fresh.x @ weight.T + bias).argmax(1) == fresh.y).double().mean() > 0.95
-    assert torch.equal(probe.steps(rows, probe.start(16, 5, recipe, 0), options)[0], weight)
+    assert torch.equal(probe.fit(rows, 5, 0.1, options)[0], weight)
     source, bad = replace(TRAIN, labels=[None if n == 5 else n % 3 for n in range(20)]), list[Skipped]()
     few = evaluate(debug, "probe", TEST, train=source, probe=ProbeOptions(epochs=1, shots=2), skipped=bad)
     assert few["train_rows"] == 6
