@@ -44,15 +44,19 @@ def read(path: str | Path) -> dict[str, Tensor]:
     except Exception as error:  # an unpickler can raise almost anything; torch's words advise to run the file's code
         code = re.search(r"GLOBAL (\S+)", str(error))
         reason = f"it asks for {code[1][:100]}, and code of a file is never run" if code else "damaged, or not tensors"
+        if "TorchScript" in str(error):
+            reason = "it is a TorchScript archive, whose code is never run"
         raise ValueError(
             f"{path} cannot be read as plain tensors ({reason}): copy it, or save its state_dict() as .safetensors."
         ) from error
-    inner = raw.values() if isinstance(raw, dict) else ()
-    models = [_state(raw)] if _state(raw) else [state for value in inner if (state := _state(value))]
+    inner = raw if isinstance(raw, dict) and not _state(raw) else {"": raw}
+    models = {str(key): state for key, value in inner.items() if (state := _state(value))}
     if len(models) != 1:
-        raise ValueError(f"{path} holds {len(models)} state dicts: expected one. Save the tensors of the model alone.")
-    plain = {WRAPPERS.sub("", str(name)): value for name, value in models[0].items()}
-    if len(plain) < len(models[0]):
+        found = f"several state dicts ({', '.join(models)[:200]})" if models else "no state dict"
+        raise ValueError(f"{path} holds {found}: expected one. Save the tensors of the model alone.")
+    (state,) = models.values()
+    plain = {WRAPPERS.sub("", str(name)): value for name, value in state.items()}
+    if len(plain) < len(state):
         raise ValueError(f"{path} holds weights with and without the prefixes module. and _orig_mod.: expected one.")
     shared = "model." if all(name.startswith("model.") for name in plain) else ""  # Lightning's
     return {name.removeprefix(shared): value for name, value in plain.items()}

@@ -47,7 +47,8 @@ def read_sentence_folder(folder: Path) -> tuple[Literal["mean", "cls", "max"], l
         chosen = [name for name, value in said.items() if name.startswith("pooling_mode_") and value is True]
         if kinds[2:] not in ([], ["Normalize"]) or len(chosen) != 1 or chosen[0] not in POOLINGS:
             raise ValueError(
-                f"{folder} has the modules {', '.join(kinds)[:200]}, and pools by {', '.join(chosen) or 'nothing'}: "
+                f"{folder} has the modules {', '.join(kinds)[:200]} {place[:60]}, and pools by "
+                f"{', '.join(chosen) or 'nothing'}: "
                 f"expected Transformer, Pooling by one of {', '.join(POOLINGS)}, and, possibly, Normalize."
             )
         pooling = POOLINGS[chosen[0]]

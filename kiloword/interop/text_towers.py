@@ -11,6 +11,7 @@ from torch import Tensor
 from kiloword.config.recipes import ModelConfig, TrunkConfig
 from kiloword.data.text.tokenizer import Tokenizer, read_document, tokenizer_from
 from kiloword.data.text.vocabularies import encoder_tokenizer
+from kiloword.errors import suggestion
 from kiloword.interop.checkpoint import read
 from kiloword.interop.hf_folder import check_strangers, json_object, pretrained, weight_files
 from kiloword.model.trunks.bert import converted, positions_of, value
@@ -44,7 +45,9 @@ def folder_of(text: str) -> Path:
     """The folder of `hf:FOLDER`, `minilm:FOLDER`, or of the installed MiniLM. Raises: ValueError for anything else."""
     kind, colon, rest = text.partition(":")
     if kind not in KINDS or (not rest and (colon or kind == "hf")):
-        raise ValueError(f"unknown text tower {text[:200]!r}: expected hf:FOLDER, minilm or minilm:FOLDER.")
+        raise ValueError(
+            f"unknown text tower {text[:200]!r}: expected hf:FOLDER, minilm or minilm:FOLDER.{suggestion(kind, KINDS)}"
+        )
     if rest:
         return Path(rest).expanduser()
     folders = [place / "model" for place in folders_of(PACKAGE) if (place / "model" / "config.json").is_file()]
