@@ -24,6 +24,8 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.model.encoding import chunks, rows
 from kiloword.models.card import record_evaluation
 from kiloword.report import Block, Gallery, Page, Table, Text, Tile, made_by, say_blocks, write_page
+from kiloword.runs.page import curve_plot
+from kiloword.runs.run import Run
 from kiloword.terminal import say
 from kiloword.training.loop import RunOptions, train
 from kiloword.types import Features
@@ -101,8 +103,10 @@ def quickstart(chosen: Recipe, out: Path, n: int = HELD_OUT) -> dict[str, dict[s
     with atomic(out / "example.png") as file:
         Image.fromarray(held_out.pixels[0].permute(1, 2, 0).numpy()).save(file, "PNG")
     table = Table([[name, metrics[of][metric]] for name, (of, metric) in SHOWN.items()], ("test", "kiloword"))
+    curves = Run(out).curves
     sections: dict[str, Sequence[Block]] = {
         "Tests": [table, Text(TESTS)],
+        "Training": [curve_plot("loss", {"loss": curves["loss"]})] if "loss" in curves else [],
         "Queries and their best images": galleries(matcher, held_out),
     }
     write_page(out / "report.html", Page("Kiloword quickstart", INTRO, sections, made_by([str(folder)])))

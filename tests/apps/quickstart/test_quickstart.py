@@ -45,7 +45,7 @@ def test_figures_are_those_of_eval_and_stand_on_page_and_card(out: Path) -> None
     assert metrics["shape"] == evaluation.evaluate(matcher, "zeroshot", f"scenes:test?task=shape&n={2 * N}")
     assert set(metrics) == {"retrieval", "one fact", "one thing", "hard", *TASKS}
     html, card = (out / "report.html").read_text(), (out / "model" / "README.md").read_text()
-    assert html.count("<img") == 5 * 7
+    assert (html.count("<img"), "loss over the steps" in html) == (5 * 7, True)
     for name in TASKS:
         assert f"{metrics[name]['acc1']:.3f}" in html
     assert f"{metrics['hard']['image_retrieval_recall@1']:.3f}" in html
