@@ -12,6 +12,7 @@ from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain
+from pathlib import Path
 from threading import RLock
 from typing import Any, Literal, NamedTuple
 
@@ -29,6 +30,7 @@ TINY, SMALL = 1e-15, 1e-9  # BLEU: added to the matches and to the number of n-g
 BETA = 1.2  # ROUGE-L: weight of recall relative to precision
 SIGMA = 6.0  # CIDEr-D: width in words of the penalty for another length
 WEIGHT = 2.5  # of CLIPScore
+CORENLP = "stanford-corenlp-3.6.0-models.jar"
 VARIETY = ("distinct", "words", "vocabulary")  # metrics of captions alone
 UNSPACED = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
@@ -292,6 +294,11 @@ def check_programs(tokenizer: TokenizerName, spice: bool) -> None:
     """Raises: ValueError for what is asked for and not there, before anything is computed."""
     if (tokenizer == "ptb" or spice) and (why := _missing()):
         raise ValueError(f"the tokenizer ptb and SPICE cannot run: {why}.")
+    spec = find_spec("pycocoevalcap.spice") if spice else None
+    if spec and not Path(str(spec.origin)).with_name("lib").joinpath(CORENLP).is_file():  # which it would download
+        raise ValueError(
+            f"SPICE needs {CORENLP} of nlp.stanford.edu in pycocoevalcap/spice/lib; nothing is downloaded."
+        )
 
 
 def _missing() -> str | None:

@@ -78,10 +78,11 @@ def _ranked(scores: Tensor, relevant: Tensor) -> tuple[Tensor, Tensor, Tensor, T
     return start, end - start, before, cumulative.gather(1, end) - before
 
 
-def average_precision(scores: Tensor, relevant: Tensor) -> Tensor:
+def average_precision(scores: Tensor, relevant: Tensor, at_r: bool = False) -> Tensor:
     """Non-interpolated average precision: the precision at every relevant item, averaged.
 
-    Args: scores [N, C]; relevant [N, C] bool. Returns: [N] float64 in [0, 1]; 0 where nothing is relevant.
+    Args: scores [N, C]; relevant [N, C] bool; at_r: of R relevant items, those beyond place R count 0 (mAP@R,
+    arXiv:2204.03359, section 5). Returns: [N] float64 in [0, 1]; 0 where nothing is relevant.
     Ties: the expectation over their orders. A place of a group of n with r relevant, j places into it, is relevant
     with chance r / n, and then expects j (r - 1) / (n - 1) relevant ones ahead of it in the group.
     """
@@ -89,7 +90,10 @@ def average_precision(scores: Tensor, relevant: Tensor) -> Tensor:
     place = torch.arange(scores.shape[1], device=scores.device)
     ahead = (place - start) * (inside - 1) / (size - 1).clamp(min=1)
     expected = inside / size * ((before + ahead + 1) / (place + 1))
-    return expected.sum(1) / relevant.sum(1).clamp(min=1)
+    total = relevant.sum(1)
+    if at_r:
+        expected = expected.masked_fill(place >= total[:, None], 0)
+    return expected.sum(1) / total.clamp(min=1)
 
 
 def r_precision(scores: Tensor, relevant: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kiloword.config.recipes import Nearest
 from kiloword.distributed.sharing import in_turns
+from kiloword.evaluation.extra_positives import Positives, read_positives, truth
 from kiloword.evaluation.features import captioned
 from kiloword.evaluation.metrics import (
     Standing,
@@ -48,6 +49,9 @@ class RetrievalTaskOptions:
     # distance of Gaussians. None: the model's score
     nearest: Nearest | None = None
     shortlist: int | None = None  # exact scores of the N nearest images or texts alone; prints the recall lost
+    # more positives than the annotated pairs: ECCV Caption's or CxC's json of ids with COCO's annotations,
+    # FILE?captions=captions_val2014.json
+    extra_positives: str | None = None
     folds: int = 1  # mean of recall@k over N equal parts of the images, in order; COCO 1K: 5 of the 5000
     ks: PythonOnly[tuple[int, ...]] = (1, 5, 10)  # of recall@k
     chunk: PythonOnly[int] = CHUNK  # rows and columns of scores held at a time
@@ -81,6 +85,8 @@ def run(inputs: Inputs, options: RetrievalTaskOptions) -> Findings:
             fold = rows(images, slice(first, first + size)), _at(texts, which), image_of_text[which] - first
             parts.append(dict(retrieval(score, *fold, ks, None, chunk)))
         yield from ((f"{name}_folds", sum(part[name] / options.folds for part in parts)) for name in parts[0])
+    if options.extra_positives is not None:
+        yield from extra_recalls(score, images, texts, read_positives(options.extra_positives, data), ks, chunk)
 
 
 TASK = Task(
@@ -190,20 +196,49 @@ def true_relevance(texts: Side, ks: Sequence[int]) -> Values:
     with R relevant images), `image_retrieval_true_recall@k` (any hit among the first k). Means over the texts that are
     true of some image; `image_retrieval_true_unmatched` is the number of others, if any.
     """
-    metrics = {"map": average_precision, "r_precision": r_precision}
-    metrics |= {f"recall@{k}": partial(recall_at, k=k) for k in ks}
+    count, values = _means(texts, ks, {"map": average_precision, "r_precision": r_precision})
+    if not count:
+        raise ValueError("no text is true of any image: there is nothing to retrieve")
+    yield from ((f"image_retrieval_true_{name}", value) for name, value in values.items())
+    if count < texts.queries:
+        yield "image_retrieval_true_unmatched", texts.queries - count
+
+
+def extra_recalls(
+    score: Score, images: Features, texts: Features, positives: Positives, ks: Sequence[int], chunk: int = CHUNK
+) -> Values:
+    """ECCV Caption's metrics (arXiv:2204.03359) in both directions, as means over the listed queries.
+
+    `..._extra_recall@k` (any hit among the first k), `..._extra_r_precision` (hits among the first R over R, with R
+    positives) and `..._extra_map_at_r` (the precision at each hit among the first R, summed, over R); ties get their
+    expected value. `extra_unmatched` is the number of listed queries that the data lacks, if any.
+    """
+    for name, listed, own, others, of in (
+        ("text", positives.texts, images, texts, score),
+        ("image", positives.images, texts, images, lambda text, image: score(image, text).T),
+    ):
+        items, asked = len(others["vec"]), _at(own, torch.tensor(list(listed)))
+        side = Side(_panel(of, asked, others, chunk), truth(listed, items), len(listed), items, chunk)
+        map_at_r = partial(average_precision, at_r=True)
+        values = _means(side, ks, {"r_precision": r_precision, "map_at_r": map_at_r})[1]
+        yield from ((f"{name}_retrieval_extra_{metric}", value) for metric, value in values.items())
+    if positives.unmatched:
+        yield "extra_unmatched", float(positives.unmatched)
+
+
+def _means(
+    side: Side, ks: Sequence[int], metrics: Mapping[str, Callable[[Tensor, Tensor], Tensor]]
+) -> tuple[float, dict[str, float]]:
+    """The number of queries that have a positive, and the means of metrics, recall@k the last, over these."""
+    metrics = {**metrics, **{f"recall@{k}": partial(recall_at, k=k) for k in ks}}
 
     def judge(scores: Tensor, positive: Tensor) -> list[float]:
         found = positive.any(1)
         scores, positive = scores[found], positive[found]
         return [float(found.sum()), *(metric(scores, positive).sum().item() for metric in metrics.values())]
 
-    count, *totals = map(sum, zip(*texts.judged(judge), strict=True))
-    if not count:
-        raise ValueError("no text is true of any image: there is nothing to retrieve")
-    yield from ((f"image_retrieval_true_{name}", total / count) for name, total in zip(metrics, totals, strict=True))
-    if count < texts.queries:
-        yield "image_retrieval_true_unmatched", texts.queries - count
+    count, *totals = map(sum, zip(*side.judged(judge), strict=True))
+    return count, {name: total / max(count, 1) for name, total in zip(metrics, totals, strict=True)}
 
 
 def shortlisted(

@@ -1,0 +1,129 @@
+"""ECCV Caption's metrics against a literal transcription of its code, and its files as they are distributed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import kiloword
+from folders import model_folder
+from kiloword.data.open import open_source
+from kiloword.evaluation import evaluate, metrics
+from kiloword.evaluation.extra_positives import Positives
+from kiloword.evaluation.retrieval import extra_recalls
+
+Ranked = dict[int, list[int]]
+
+
+def literal(ranked: Ranked, truth: Ranked, k: int = 1) -> list[float]:
+    """R-precision, mAP@R and recall@k, a query at a time (arXiv:2204.03359, section 5)."""
+    recalls, precisions, maps = [], [], []
+    for query, right in truth.items():
+        items, matched = ranked[query], set(right)
+        recalls.append(bool(set(items[:k]) & matched))
+        shares = [len(set(items[:r]) & matched) / r for r in range(1, len(matched) + 1)]
+        maps.append(np.mean([share * (item in matched) for share, item in zip(shares, items, strict=False)]))
+        precisions.append(shares[-1])
+    return [float(np.mean(values)) for values in (precisions, maps, recalls)]
+
+
+def ranked(scores: torch.Tensor) -> Ranked:
+    return dict(enumerate(scores.argsort(dim=1, descending=True).tolist()))
+
+
+def named(direction: str, k: int = 1) -> list[str]:
+    return [f"{direction}_retrieval_extra_{name}" for name in ("r_precision", "map_at_r", f"recall@{k}")]
+
+
+@pytest.mark.parametrize("chunk", [4, 100])
+def test_metrics_are_eccv_captions(chunk: int) -> None:
+    rng = np.random.default_rng(3)
+    images, texts = (torch.tensor(rng.normal(size=(n, 8)), dtype=torch.float32) for n in (13, 31))
+
+    def listed(queries: int, items: int) -> Ranked:
+        asked = rng.permutation(queries)[: queries // 2].tolist()
+        return {q: sorted(rng.permutation(items)[: rng.integers(1, 9)].tolist()) for q in asked}
+
+    positives, vec = Positives(listed(13, 31), listed(31, 13), 2), lambda i, t: i["vec"] @ t["vec"].T
+    got = dict(extra_recalls(vec, {"vec": images}, {"vec": texts}, positives, (1, 5), chunk))
+    scores = images @ texts.T
+    for k in (1, 5):
+        assert [got[name] for name in named("text", k)] == pytest.approx(literal(ranked(scores), positives.texts, k))
+        assert [got[name] for name in named("image", k)] == pytest.approx(
+            literal(ranked(scores.T), positives.images, k)
+        )
+    assert got["extra_unmatched"] == 2
+
+
+def test_map_at_r_of_ties_is_its_mean_over_their_orders() -> None:
+    scores, relevant = torch.tensor([[3.0, 2, 2, 2, 1]]), torch.tensor([[False, True, False, True, True]])
+    orders = [[0, *middle, 4] for middle in ((1, 2, 3), (1, 3, 2), (2, 1, 3), (2, 3, 1), (3, 1, 2), (3, 2, 1))]
+    mean = np.mean([literal({0: order}, {0: [1, 3, 4]})[1] for order in orders])
+    assert float(metrics.average_precision(scores, relevant, at_r=True)) == pytest.approx(mean)
+
+
+@pytest.fixture(scope="module")
+def coco(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten images as COCO names them, each with two captions; COCO's annotations, and a model."""
+    folder, scenes = tmp_path_factory.mktemp("coco"), open_source("scenes:test?n=10", 32)
+    (folder / "val2014").mkdir()
+    annotations = []
+    for row in range(10):
+        name = f"COCO_val2014_{100 + row:012d}"
+        Image.fromarray(scenes.record(row).image).save(folder / "val2014" / f"{name}.png")
+        captions = [f"thing {row} of {c}" for c in range(2)]
+        (folder / "val2014" / f"{name}.txt").write_text("\n".join(captions))
+        annotations += [{"id": 7 * row + c, "image_id": 100 + row, "caption": f"{captions[c]} "} for c in range(2)]
+    (folder / "captions.json").write_text(json.dumps({"annotations": annotations}))
+    model_folder(folder / "model")
+    return folder
+
+
+def test_files_as_distributed(coco: Path) -> None:
+    """Only listed queries count, with the listed positives; ids that the data lacks are ignored, and counted."""
+    of_images = {"100": [0, 1, 7], "103": [21, 8, 999], "555": [0], "104": [12345]}
+    of_texts = {"0": [100, 101, 105], "8": [101], "63": [109, 777]}
+    (coco / "eccv_image_to_caption.json").write_text(json.dumps(of_images))
+    (coco / "eccv_caption_to_image.json").write_text(json.dumps(of_texts))
+    model = kiloword.load(coco / "model")
+    images = model.encode_image([Image.open(file) for file in sorted((coco / "val2014").glob("*.png"))])
+    scores = model.score(images, [f"thing {row} of {c}" for row in range(10) for c in range(2)])
+    for file in ("eccv_image_to_caption.json", "eccv_caption_to_image.json"):
+        source = f"{coco / file}?captions={coco / 'captions.json'}"
+        got = evaluate(model, "retrieval", str(coco / "val2014"), extra_positives=source)
+        by_image = literal(ranked(scores), {0: [0, 1, 2], 3: [6, 3]})
+        by_text = literal(ranked(scores.T), {0: [0, 1, 5], 3: [1], 18: [9]})
+        assert [got[name] for name in named("text")] == pytest.approx(by_image)
+        assert [got[name] for name in named("image")] == pytest.approx(by_text)
+        assert got["extra_unmatched"] == 2
+
+
+@pytest.mark.parametrize(
+    ("extra", "word"),
+    [
+        ("x_image_to_caption.json", "captions_val2014"),
+        ("x_image_to_caption.json?captions=captions.json", "caption_to_image"),
+        ("z_image_to_caption.json?captions=z_caption_to_image.json", "annotations"),
+        ("y_image_to_caption.json?captions=captions.json", "lists of ids"),
+        ("z_image_to_caption.json?captions=captions.json", "no image and caption"),
+        ("other.csv", "ECCV Caption"),
+    ],
+)
+def test_refusals(extra: str, word: str, coco: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(coco)
+    for name, values in (
+        ("x_image", {"100": [0]}),
+        ("z_image", {}),
+        ("z_caption", {}),
+        ("y_image", [1]),
+        ("y_caption", 3),
+    ):
+        other = "caption" if name.endswith("image") else "image"
+        (coco / f"{name}_to_{other}.json").write_text(json.dumps(values))
+    with pytest.raises((ValueError, FileNotFoundError), match=word):
+        evaluate(kiloword.load(coco / "model"), "retrieval", "val2014", extra_positives=extra)
