@@ -139,10 +139,10 @@ def preprocessing(path: Path, settings: dict[str, Any], clip: bool) -> tuple[int
     if not said["do_center_crop"]:
         fits = not shortest
     if size is None or not fits or "do_resize" not in steps or steps - {*_STEPS} or said["resample"] != BICUBIC:
+        listed = {name: value for name, value in said.items() if name.startswith(("do_", "size", "crop_", "resample"))}
         raise ValueError(
-            f"{path} preprocesses images in an unsupported way ({', '.join(sorted(steps))[:200]}, resample "
-            f"{said['resample']}): expected a bicubic resize of the shorter side and a centre crop, or a squash to a "
-            "square."
+            f"{path} preprocesses images in an unsupported way ({str(listed)[:400]}): expected a bicubic resize of the "
+            "shorter side and a centre crop, or a squash to a square."
         )
     usual = Preprocess() if clip else Preprocess(mean=(0.5,) * 3, std=(0.5,) * 3)
     mean, std = settings.get("image_mean") or usual.mean, settings.get("image_std") or usual.std
