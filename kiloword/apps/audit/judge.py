@@ -29,10 +29,11 @@ from kiloword.evaluation.features import seen, tile
 from kiloword.evaluation.task import Inputs
 from kiloword.files import Lock, atomic, write_json
 from kiloword.model.encoding import join
+from kiloword.model.prefix import keep_prefix_
 from kiloword.report import Block, Gallery, Page, Pixels, Table, Text, distributions, made_by, say_blocks, write_page
 from kiloword.stores.features import FeatureStore
 from kiloword.stores.runs import reading_tokens
-from kiloword.stores.teachers import open_teacher
+from kiloword.stores.teachers import open_teacher, prefix_fingerprint
 from kiloword.terminal import say, warn
 from kiloword.terminal.progress import showing
 from kiloword.types import BadSample, Skipped, Source
@@ -121,8 +122,13 @@ def _encoded(inputs: Inputs) -> AuditedData:
 def _stored(inputs: Inputs, model: str, folder: Path) -> AuditedData:
     """The data by features of a store, without labels. Raises: ValueError for a store of another model or data."""
     store, source, matcher = FeatureStore(folder), inputs.source, inputs.matcher
-    if store.file.weights != open_teacher(model, "cpu").fingerprint or {*matcher.encode_text(["a"])} != {"vec"}:
+    whole, text = open_teacher(model, "cpu").fingerprint, matcher.encode_text(["a"])
+    one_vector = {*text, *matcher.encode_image([np.zeros((32, 32, 3), np.uint8)])} == {"vec"}
+    if store.file.weights not in (whole, prefix_fingerprint(whole, store.dim)) or not one_vector:
         raise ValueError(f"{folder}: expected features of {model}, and that it has one vector per image and text.")
+    if store.dim > (dim := text["vec"].shape[1]):
+        raise ValueError(f"{folder} has features of {store.dim} numbers, and --dim asks for {dim}: omit --dim.")
+    keep_prefix_(matcher.model, store.dim)
     places = store.places(source)  # [n]
     rows, starts, device = np.flatnonzero(places >= 0), store.starts, matcher.model.device
     bad = np.flatnonzero(places < 0).tolist()
