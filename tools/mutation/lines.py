@@ -56,7 +56,11 @@ def fold(root: Path, raw: Path, test_file: Path, out: Path) -> None:
                 failed.add(test)
             else:
                 found[name][int(rest)].add(tests.setdefault(test, len(tests)))
-    covered = {f"kiloword/{name}": _by_unit(root / "kiloword" / name, lines) for name, lines in found.items()}
+    covered = {
+        f"kiloword/{name}": _by_unit(root / "kiloword" / name, lines)
+        for name, lines in found.items()
+        if name.endswith(".py")
+    }
     good = [[test, seconds[test]] if test in seconds and test not in failed else None for test in tests]
     out.write_text(json.dumps({"digest": digest(test_file.read_bytes()), "tests": good, "units": covered}))
 
@@ -119,7 +123,7 @@ def load(root: Path, folder: Path, missing: list[Path] | None = None) -> Map:
     out = Map()
     for test_file in sorted((root / "tests").rglob("test_*.py")):
         file = folder / f"{test_file.stem}.json"
-        out.texts[f"tests/{test_file.name}"] = test_file.read_text()
+        out.texts[test_file.relative_to(root).as_posix()] = test_file.read_text()
         for part in sorted(folder.glob(f"{test_file.stem}.*json")):
             out.add(part)
         known = json.loads(file.read_text())["digest"] if file.exists() else ""
