@@ -15,7 +15,7 @@ from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.data.edits import MixtureSource, every_row
 from kiloword.data.loader import ATTEMPTS, Loader
 from kiloword.data.open import open_source
-from kiloword.data.reading import BadRows, eval_batches
+from kiloword.data.reading import BadRows, advice, eval_batches
 from kiloword.data.reading import captions_of as all_captions
 from kiloword.data.sample import question_in
 from kiloword.data.sampler import Order
@@ -152,6 +152,12 @@ def test_all_rows_bad_ends_with_a_sentence_also_from_a_worker() -> None:
         with pytest.raises(ValueError, match=message) as caught:
             list(make(bad, workers=workers).batches(0, 1))
         assert "Traceback" not in str(caught.value)
+
+
+def test_one_reason_that_the_name_of_the_data_can_change_brings_advice() -> None:
+    rows = [Skipped(0, "a", "no caption"), Skipped(1, "b", "no caption")]
+    assert "FILE?caption=COLUMN" in advice(rows)
+    assert advice([*rows, Skipped(2, "c", "truncated image")]) == advice(rows[:0]) == ""
 
 
 def test_bad_rows_are_counted_once_and_stop_a_run() -> None:

@@ -8,6 +8,7 @@ import pickle
 import re
 import shutil
 import tarfile
+import time
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
@@ -234,6 +235,17 @@ def test_a_damaged_cache_is_made_again(tmp_path: Path, data: Path, left: int) ->
     for path in (tmp_path / "cache/rows").iterdir():
         os.truncate(path, left)
     assert said(data) == said(data) == before
+
+
+def test_the_cache_forgets_what_nobody_has_used(tmp_path: Path, data: Path) -> None:
+    """After 90 days; what a killed process left, after one."""
+    ages = {"a.arrow": 100, "b.arrow": 80, "c.kw.tmp": 2, "d.kw.tmp": 0}
+    (tmp_path / "cache/rows").mkdir(parents=True)
+    for name, days in ages.items():
+        (tmp_path / "cache/rows" / name).touch()
+        os.utime(tmp_path / "cache/rows" / name, times=(time.time() - days * 86400,) * 2)
+    said(data)
+    assert {path.name for path in (tmp_path / "cache/rows").iterdir()} & {*ages} == {"b.arrow", "d.kw.tmp"}
 
 
 def test_a_fingerprint_is_of_content_not_of_time_or_place(tmp_path: Path, data: Path) -> None:

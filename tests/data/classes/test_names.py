@@ -49,6 +49,8 @@ def test_files_of_users(tmp_path: Path) -> None:
     assert read_classnames(str(listed)) == ["cat", "dog"]
     assert read_templates(f"{by_set}?set=cars") == ["my {c}."]
     assert read_templates(str(by_class)) == {"cat": ["it purrs", "a cat"], "dog": ["it barks"]}
+    by_class.write_text(json.dumps({"cat": ["it purrs"], "dog": ["{c} barks"]}))
+    assert read_templates(str(by_class)) == {"cat": ["it purrs"], "dog": ["{c} barks"]}
     assert read_templates("a {} here") == ["a {c} here"]
     assert read_templates("pets") == templates("pets")
     assert read_classnames("imagenet-r") == classnames("imagenet-r")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import combinations, pairwise, permutations
 
@@ -228,6 +229,21 @@ def test_the_source() -> None:
     assert parse_scenes("scenes?").settings == parse_scenes("scenes").settings
 
 
+def test_images_by_level_show_the_largest_things() -> None:
+    source = parse_scenes("scenes:test?n=30", 64)
+    parts = source.image_levels()
+    for row in range(len(parts)):
+        which, level = divmod(row, parts.levels)
+        scene = source.scene(int(parts.scenes[which]))
+        areas = sorted(map(area, scene.things), reverse=True)
+        kept = tuple(thing for thing in scene.things if area(thing) in areas[: level + 1])
+        shown = parts.record(row)
+        if len(set(areas)) == len(areas):
+            np.testing.assert_array_equal(shown.image, draw(replace(scene, things=kept), 64))
+        assert shown.info is not None
+        assert (shown.info["level"], shown.info["parent"] is None) == (level, level == 0)
+
+
 @pytest.mark.parametrize(
     ("src", "said"),
     [
@@ -236,6 +252,8 @@ def test_the_source() -> None:
         ("scenes?n=0", "1 to"),
         ("scenes?n=1&n=2", "twice"),
         ("scenes?levels=4", "levels 0 to 3"),
+        ("scenes?levels=1:0", "levels 0 to 3"),
+        ("scenes?levels=1:-1,2:2", "levels 0 to 3"),
         ("scenes?inner=yes", "0 or 1"),
         ("scenes?task=size", "colour, fill, shape, count"),
         ("scenes?task=shape&objects=2", "omit objects="),

@@ -97,6 +97,11 @@ def test_special_tokens_in_a_caption_are_plain_text(own: Tokenizer) -> None:
         assert own.decode(ids) == "<mask> <end> <pad>"
 
 
+def test_what_is_no_character_becomes_a_question_mark(own: Tokenizer) -> None:
+    """A lone surrogate, as file names that are not UTF-8 have."""
+    assert rows(own, ["a d\udcffg \ud800"], config()) == rows(own, ["a d?g ?"], config())
+
+
 def test_truncation_keeps_the_end_and_the_extra_tokens_and_is_counted(own: Tokenizer) -> None:
     captions = ["a red dog", "red dog " * 40]
     settings = config(context=8, extra_tokens=("unc", "cls"))
