@@ -20,7 +20,7 @@ from kiloword.evaluation.caption_truth import judge
 from kiloword.evaluation.features import per_batch, seen, tile
 from kiloword.evaluation.results import check_results, official_id, read_results, write_results
 from kiloword.evaluation.task import Findings, Inputs, PythonOnly, Task
-from kiloword.evaluation.zeroshot import field_name, group_of
+from kiloword.evaluation.zeroshot import field_name, grouped
 from kiloword.generation.captioner import Captioner
 from kiloword.generation.options import GenerationOptions
 from kiloword.report import Gallery, Tile
@@ -101,10 +101,14 @@ def run(inputs: Inputs, options: CaptionTaskOptions) -> Findings:
     if options.clipscore is not None:
         with alone():
             yield from _clipscores(inputs, options.clipscore, described)
-    for name, group in _groups(described, options.group_by):
-        of_group = score_captions([one.caption for one in group], [one.references for one in group], **scored)
-        yield from ((f"{metric}_{name}", value) for metric, value in of_group.values.items() if metric not in VARIETY)
-        yield f"count_{name}", float(len(group))
+    for field_ in options.group_by or (DOMAIN,):
+        groups = grouped([one.info for one in described], field_, bool(options.group_by))
+        for name, own in ((f"{field_name(field_)}:{group}", own) for group, own in groups.items()):
+            of_group = score_captions([captions[n] for n in own], [described[n].references for n in own], **scored)
+            yield from (
+                (f"{metric}_{name}", value) for metric, value in of_group.values.items() if metric not in VARIETY
+            )
+            yield f"count_{name}", float(len(own))
     if scene := getattr(source, "scene", None):  # the ground truth of an image, where the source has it
         yield from judge(captions, [scene(one.row) for one in described]).items()
     if inputs.page:
@@ -114,18 +118,6 @@ def run(inputs: Inputs, options: CaptionTaskOptions) -> Findings:
             known = [f"“{text}”" for text in one.references[:3]]
             tiles.append(tile(source, one.row, one.caption or "(nothing)", f"CIDEr-D {cider:.2f}", *known, side=256))
         yield Gallery(tiles, "Farthest from the captions of people")
-
-
-def _groups(described: list[CaptionedImage], fields: Sequence[str]) -> Iterator[tuple[str, list[CaptionedImage]]]:
-    """Groups of images as "FIELD:GROUP". Raises: ValueError for a field of no image."""
-    for name in fields or (DOMAIN,):
-        groups: dict[str, list[CaptionedImage]] = {}
-        for one in described:
-            if (group := group_of(one.info, name)) is not None:
-                groups.setdefault(group, []).append(one)
-        if fields and not groups:
-            raise ValueError(f"--group-by {name}: no image has this key in its json, or as FILE?info=COLUMN.")
-        yield from ((f"{field_name(name)}:{group}", groups[group]) for group in sorted(groups))
 
 
 def _clipscores(inputs: Inputs, model: str, described: Sequence[CaptionedImage]) -> Iterator[tuple[str, float]]:

@@ -159,7 +159,14 @@ def run_suite(
     def finish() -> None:
         means = averages(suite, every, labelled)
         rows = [((one.name, one.metric), one.values()) for one in every if one.state == "evaluated"]
-        rows += [((group, covered(mean)), mean["values"]) for group, mean in means.items() if mean["n"]]
+        rows += [
+            (
+                (group, f"mean of {mean['of']}" if mean["complete"] else f"{mean['n']} of {mean['of']}, incomplete"),
+                mean["values"],
+            )
+            for group, mean in means.items()
+            if mean["n"]
+        ]
         failed = [f"failed: {one.name} with {model}: {why}" for one in every for model, why in one.errors.items()]
         say(*columns(rows, labelled), *problems, *failed)
         table = [[*names, *map(values.get, labelled)] for names, values in rows]
@@ -228,11 +235,6 @@ def averages(suite: Suite, every: Sequence[Evaluation], models: Sequence[str]) -
         mean = {model: sum(one[model] for one in found) / n for model in models} if n else {}
         means[group] = {"n": n, "of": of, "complete": n == of, "values": mean}
     return means
-
-
-def covered(mean: Mapping[str, Any]) -> str:
-    """How much of a group a mean covers: "mean of 38", or "3 of 38, incomplete"."""
-    return f"mean of {mean['of']}" if mean["complete"] else f"{mean['n']} of {mean['of']}, incomplete"
 
 
 def _as_json(one: Evaluation) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from itertools import compress
 from typing import Any, TypeVar
 
@@ -117,20 +116,18 @@ def seen(
     Args: encode: uint8 [n, 3, H, W], or tokens [n, N, W], to features, in place of the model's; classes: to which
     labels are mapped; without them an image that may have several has none.
     """
-    of_pixels = partial(inputs.matcher.encode_image, batch=inputs.batch)
+    model = inputs.matcher.model
 
-    def encode_usual(images: Tensor) -> Features:
-        model = inputs.matcher.model
+    def usual(images: Tensor) -> Features:
         if not images.is_floating_point():
-            return of_pixels(images)
+            return inputs.matcher.encode_image(images, batch=inputs.batch)
         with inference(model):
             return model.encode_image(images.to(model.device))[1]
 
-    encode = encode or encode_usual
-    device, ranks = inputs.matcher.model.device, share()[1]
-
     def encoded(part: EvalBatch) -> Seen:
-        images = encode(part.images) if ranks == 1 else moved(encode(part.images), "cpu")
+        images = (encode or usual)(part.images)
+        if share()[1] > 1:
+            images = moved(images, "cpu")
         labels = torch.full((len(part.rows),), -1) if part.labels is None else part.labels
         if part.label_sets is not None:
             labels = torch.zeros(len(part.rows), 1, dtype=torch.int64) if classes is None else classes.targets(part)
@@ -139,7 +136,7 @@ def seen(
         return Seen(part.rows, part.keys, images, part.captions, labels, part.infos)
 
     for part in per_batch(inputs, encoded):
-        yield replace(part, images=moved(part.images, device))
+        yield replace(part, images=moved(part.images, model.device))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,9 @@ from kiloword.types import BadSample, Source
 def check_results(source: Source, name: str) -> None:
     """Errors: ValueError, before anything is computed, when the first readable row has no official id `name`."""
     for row in range(len(source)):
-        try:
+        with suppress(BadSample):
             official_id(source.name, info_of(source, row), name)
-        except BadSample:
-            continue
-        return
+            return
 
 
 def write_results(

@@ -19,6 +19,7 @@ from kiloword.distributed.sharing import alone, is_first, lockstep
 from kiloword.evaluation.features import per_batch
 from kiloword.evaluation.results import check_results, write_results
 from kiloword.evaluation.task import Data, Findings, Inputs, Task
+from kiloword.evaluation.zeroshot import grouped
 from kiloword.generation.answerer import Answerer
 from kiloword.generation.options import GenerationOptions
 from kiloword.types import BadSample, Source
@@ -186,11 +187,8 @@ def means(answered: Iterable[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[s
     rows = [(accuracy(answer, info[ANSWERS]), info) for answer, info in answered]
     yield "accuracy", sum(value for value, _ in rows) / len(rows)
     for kind in ("question", "answer"):
-        groups: dict[str, list[float]] = {}
-        for value, info in rows:
-            if (name := info.get(f"{kind}_type")) is not None:
-                groups.setdefault(name, []).append(value)
-        yield from ((f"accuracy/{kind}/{name}", sum(groups[name]) / len(groups[name])) for name in sorted(groups))
+        for name, own in grouped([info for _, info in rows], f"{kind}_type", known=False).items():
+            yield f"accuracy/{kind}/{name}", sum(rows[n][0] for n in own) / len(own)
 
 
 TASK = Task(

@@ -16,13 +16,7 @@ from kiloword.data.classes import Templates
 from kiloword.data.classes.names import SLOT, prompts, read_templates, template_sets, templates
 from kiloword.evaluation.classes import Classes, classes_of
 from kiloword.evaluation.features import Seen, labelled, tile
-from kiloword.evaluation.metrics import (
-    Standing,
-    average_precision,
-    hit,
-    rounding,
-    standing,
-)
+from kiloword.evaluation.metrics import Standing, average_precision, hit, rounding, standing
 from kiloword.evaluation.prompts import Images, PromptOptions, Prompts, Way, choose, statistics
 from kiloword.evaluation.task import ClassNames, Findings, Inputs, Task, Values
 from kiloword.evaluation.task import Prompts as PromptTexts
@@ -168,18 +162,7 @@ def figures(
 
 
 def _by_group(where: Standing, count: int, by: Sequence[str], infos: Sequence[Mapping[str, Any]]) -> Values:
-    fields = dict[str, dict[str, list[int]]]()  # name -> group -> places of its images
-    for field_ in by:
-        places = dict[str, list[int]]()
-        for n, info in enumerate(infos):
-            if (group := group_of(info, field_)) is not None:
-                places.setdefault(group, []).append(n)
-        if not places:
-            raise ValueError(
-                f"--group-by {field_}: no image has this field. Expected a key of its json, or a column that "
-                "FILE?info=COLUMN names."
-            )
-        fields[field_name(field_)] = dict(sorted(places.items()))
+    fields = {field_name(field_): grouped(infos, field_) for field_ in by}
     for metric, right in {"acc": hit(where, 1), **({"acc_top5": hit(where, 5)} if count >= 5 else {})}.items():
         means = {f: {g: right[own].mean().item() for g, own in groups.items()} for f, groups in fields.items()}
         worst = {f: min(v for g, v in of.items() if g != NO_GROUP or len(of) == 1) for f, of in means.items()}
@@ -224,6 +207,20 @@ def group_of(info: Mapping[str, Any], field: str) -> str | None:
     return str(value) if isinstance(value, str | int | float) and str(value) else None
 
 
+def grouped(infos: Sequence[Mapping[str, Any]], field: str, known: bool = True) -> dict[str, list[int]]:
+    """The places of images by their group, in the order of its name. Raises: ValueError for a known field of none."""
+    places = dict[str, list[int]]()
+    for n, info in enumerate(infos):
+        if (group := group_of(info, field)) is not None:
+            places.setdefault(group, []).append(n)
+    if known and not places:
+        raise ValueError(
+            f"--group-by {field}: no image has this field. Expected a key of its json, or a column that "
+            "FILE?info=COLUMN names."
+        )
+    return dict(sorted(places.items()))
+
+
 def field_name(field: str) -> str:
     """How a field of groups is named in metrics: `region` of `region=npy.0`."""
     return field.partition("=")[0]
@@ -240,5 +237,5 @@ def encoded_images(inputs: Inputs, classes: Classes) -> Images:
     """All labelled images of a source, in memory."""
     parts = list(labelled(inputs, classes=classes))
     labels = torch.cat([part.labels.cpu() for part in parts])
-    rows, infos = ([one for part in parts for one in getattr(part, name)] for name in ("rows", "infos"))
+    rows, infos = [row for part in parts for row in part.rows], [info for part in parts for info in part.infos]
     return Images(join([part.images for part in parts]), labels, rows, inputs.source.fingerprint, infos)
