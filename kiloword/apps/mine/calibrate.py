@@ -74,8 +74,8 @@ def calibrate(annotated: Floats, sample: RandomPairs, settings: Mined, false_rat
             f"the teacher gives its annotated pairs a mean similarity of {mean:.4f}; expected above 0. "
             "It cannot distinguish matching captions: train it longer, or use another."
         )
-    rare = (min(exceeded_by(values, false_rate), NEARLY_SAME) for values in (sample.it, sample.ii, sample.tt))
-    p1, p2, p3 = (max(low, value) for low, value in zip((mean, LOWEST, LOWEST), rare, strict=True))
+    lows = ((mean, sample.it), (LOWEST, sample.ii), (LOWEST, sample.tt))
+    p1, p2, p3 = (max(low, min(exceeded_by(values, false_rate), NEARLY_SAME)) for low, values in lows)
     return replace(settings, p1=p1, p2=p2, p3=p3, p1_text=max(min(floor, p1), LOWEST))
 
 

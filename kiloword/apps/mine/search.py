@@ -44,8 +44,9 @@ def search(
 ) -> MinedPairs:
     """The pairs of a data set that eq. 2 accepts; ranks that share the work each search some blocks of images.
 
-    Args: most: number of mined pairs per image to return, best S_it first (all are counted); chunk: images and captions
-    per block; truth: ground truth, if known. Errors: ValueError for thresholds out of range.
+    Args: most: number of mined pairs per image to return, best S_it first, equal ones as the captions stand (all are
+    counted); chunk: images and captions per block; truth: ground truth, if known.
+    Errors: ValueError for thresholds out of range.
     """
     check(settings, prefix="")
     n, t, device = len(corpus.keys), len(corpus.captions), corpus.device
@@ -68,8 +69,8 @@ def search(
             true = truth(np.arange(c.start, c.stop), np.arange(r.start, r.stop)).T.to(device)
             counts[1] += (mined & true).sum((1, 2)).cpu()
         per_image[r] += mined[0].sum(1).cpu()
-        best, place = values[0].masked_fill(~mined[0], -torch.inf).topk(min(most, len(owner)), dim=1)
-        none = best == -torch.inf
+        place = values[0].masked_fill(~mined[0], -torch.inf).argsort(dim=1, descending=True, stable=True)[:, :most]
+        none = ~mined[0].gather(1, place)
         block = values.gather(2, place.expand(3, -1, -1)).masked_fill(none, -torch.inf).cpu()
         joined = torch.cat([scores[:, r], block], 2)
         order = joined[0].argsort(dim=1, descending=True, stable=True)[:, :most]

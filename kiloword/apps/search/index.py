@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from kiloword.api import Matcher
     from kiloword.apps.search.command import Index, Search, Serve
 
-PIECE, PAUSE = 256, 20  # photos between two states, at least; and such multiples of the time that one took
+SECONDS, PAUSE = 10.0, 20  # between two states of a library, at least; and such multiples of the time that one took
 
 
 def run(options: Index) -> None:
@@ -84,22 +85,21 @@ def run(options: Index) -> None:
         write_json(out / FILE, asdict(file))
         last, took, rows, parts = time.monotonic(), 0.0, list[int](), list[Features]()
         found = found.filter(pa.array([known.get(path) != stamp for path, stamp in stamps.items()]))
-        for batch, final in _batches(matcher, found, options):
+        for batch in chain(_batches(matcher, found, options), (None,)):
             for bad in batch.skipped if batch else ():
                 why = f"{bad.reason}; the next index tries again, and keeps what it had until then"
                 left.add(wanted[bad.row], why)
             if batch and batch.rows:
                 rows += batch.rows
                 parts.append(encode(matcher, batch.images))
-            if (final and (rows or gone)) or (len(rows) >= PIECE and time.monotonic() - last > PAUSE * took):
-                begin = time.monotonic()
+            begin = time.monotonic()
+            if (rows or gone) and (batch is None or begin - last > max(SECONDS, PAUSE * took)):
                 replaced = gone.union(wanted[row] for row in rows)
-                kept = [
-                    row for row, path in enumerate(stamps_of(library.rows) if library else ()) if path not in replaced
-                ]
+                paths = stamps_of(library.rows) if library else {}
+                kept = np.array([row for row, path in enumerate(paths) if path not in replaced], np.int64)
                 features = {name: value.numpy() for name, value in join(parts).items()} if parts else {}
-                publish(out, file, found.take(pa.array(rows, pa.int64())), features, library, np.array(kept, np.int64))
-                library, rows, parts, last = Library(out), [], [], time.monotonic()
+                publish(out, file, found.take(pa.array(rows, pa.int64())), features, library, kept)
+                library, gone, rows, parts, last = Library(out), set(), [], [], time.monotonic()
                 took = last - begin
         warn(*left.lines())
         if library is None:
@@ -108,17 +108,15 @@ def run(options: Index) -> None:
     say(f"{out}: {count(len(library), 'photo')}, {time.perf_counter() - began:.1f} s")
 
 
-def _batches(matcher: Matcher, rows: pa.Table, options: Index) -> Iterator[tuple[EvalBatch | None, bool]]:
-    """Preprocessed photos, and at the end None; with whether it is the end."""
+def _batches(matcher: Matcher, rows: pa.Table, options: Index) -> Iterable[EvalBatch]:
+    """Preprocessed photos of rows of a library."""
     config, keys = matcher.model.config, [key_bytes(os.fsdecode(file)) for file in rows["file"].to_pylist()]
     workers = workers_of(options.workers, choose(options.device), options.batch, config.image.size)
     announce(str(matcher.model.device), matcher.model.precision, reason_of(options.precision, config), workers)
     photos = Rows("", pa.table({"key": pa.array(keys, pa.binary()), "file": rows["file"]}), options.photos, "")
     size, resize = config.image.size, config.preprocess.resize
     batches = eval_batches(photos, size, resize, options.batch, workers, captions=False)
-    for batch in track(batches, "images", "images", len(rows), lambda batch: len(batch.rows) + len(batch.skipped)):
-        yield batch, False
-    yield None, True
+    return track(batches, "images", "images", len(rows), lambda batch: len(batch.rows) + len(batch.skipped))
 
 
 def opened(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import cache
 from hashlib import blake2b
 from pathlib import Path, PurePath
 
@@ -76,15 +75,13 @@ def deleted(root: Path, missing: Iterable[str]) -> set[str]:
 
     A folder that is gone, empty or cannot be read may be a disk that is not mounted, and a link may point to one.
     """
-
-    @cache
-    def listed(folder: Path) -> set[str]:
-        with suppress(OSError):
-            return set(os.listdir(folder))
-        return set()
-
-    def is_gone(path: str) -> bool:
-        names = listed((root / path).parent)
-        return any(map(of_device, PurePath(path).parts[:-1])) or bool(names and PurePath(path).name not in names)
-
-    return set(filter(is_gone, missing))
+    gone, listed = set[str](), dict[PurePath, list[str]]()
+    for path, folder in ((path, PurePath(path).parent) for path in missing):
+        if folder not in listed:
+            listed[folder] = []
+            with suppress(OSError):
+                listed[folder] = os.listdir(root / folder)
+        names = listed[folder]
+        if any(map(of_device, folder.parts)) or (names and PurePath(path).name not in names):
+            gone.add(path)
+    return gone

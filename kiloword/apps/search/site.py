@@ -162,7 +162,8 @@ def _jpeg(number: str, photo: Path, side: int) -> bytes:
 
 def application(library: Library, matcher: Matcher, host: str) -> ASGIApp:
     """The site of a library. Args: host: a name that it answers under, as it does under any address."""
-    site, names = Site(library, matcher), {"localhost", host, socket.gethostname(), socket.getfqdn()}
+    site = Site(library, matcher)
+    names = {name.lower() for name in ("localhost", host, socket.gethostname(), socket.getfqdn())}
     routes = [
         Route("/", site.search),
         Route("/", site.upload, methods=["POST"]),
@@ -173,13 +174,12 @@ def application(library: Library, matcher: Matcher, host: str) -> ASGIApp:
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
         asked = Headers(scope=scope).get("host", "")
-        answer = inner if _is_here(asked, names) else _page("Search", [OTHER_NAME.format(asked[:100])], {}, status=400)
+        wrong = f"This site does not answer under the name “{asked[:100]}”: open it by an address of this machine, or "
+        here = _is_here(asked, names)
+        answer = inner if here else _page("Search", [wrong + "as localhost."], {}, status=400)
         await answer(scope, receive, send)
 
     return application
-
-
-OTHER_NAME = "This site does not answer under the name “{}”: open it by an address of this machine, or as localhost."
 
 
 def _is_here(host: str, names: set[str]) -> bool:
@@ -187,6 +187,6 @@ def _is_here(host: str, names: set[str]) -> bool:
     found = re.fullmatch(r"(\[[^\]]*\]|[^:]*)(:\d*)?", host)
     name = found[1].lower() if found else ""
     try:
-        return name in {one.lower() for one in names} or bool(ip_address(name.strip("[]")))
+        return name in names or bool(ip_address(name.strip("[]")))
     except ValueError:
         return False

@@ -114,24 +114,26 @@ def test_an_update_changes_what_changed(library: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("moment", ["library.json", "vec-*.npy", "rows-*.parquet"])
 def test_a_killed_index_goes_on_to_the_same_bytes(tmp_path: Path, moment: str) -> None:
-    """Killed when a file is there: before the first state, and in the middle of it."""
+    """Killed when a file is there: before the first state, and in the middle of it; with a state after each batch."""
     model = model_folder(tmp_path / "model")
-    for n in range(700):
+    for n in range(300):
         draw(tmp_path / "photos" / f"{n:03}.jpg", n)
     (tmp_path / "photos/100.jpg").write_bytes(b"no image")
     words = ["index", str(tmp_path / "photos"), "--model", str(model), "--device", "cpu", "--batch", "8", "--out"]
 
-    def started(out: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-m", "kiloword", *words, str(tmp_path / out)])
+    code = "from kiloword.apps.search import index; from kiloword.cli.main import main; index.SECONDS = {}; main()"
 
-    whole, killed = started("whole"), started("killed")
+    def started(out: str, seconds: int = 0) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", code.format(seconds), *words, str(tmp_path / out)])
+
+    whole, killed = started("whole", 99), started("killed")
     while killed.poll() is None and not [*(tmp_path / "killed").glob(moment)]:
         time.sleep(0.002)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     assert [started("killed").wait(), whole.wait()] == [0, 0]
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
-    assert len(Library(tmp_path / "whole")) == 699
+    assert len(Library(tmp_path / "whole")) == 299
 
 
 def test_links_to_outside_are_not_indexed(library: Path, capsys: pytest.CaptureFixture[str]) -> None:
