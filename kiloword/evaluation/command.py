@@ -171,7 +171,20 @@ def run_suite(
         say(*columns(rows, labelled), *problems, *failed)
         table = [[*names, *map(values.get, labelled)] for names, values in rows]
         if output.json is not None:
-            sets = {one.name: _as_json(one) for one in every}
+            sets = {  # docs/suites.md describes the keys
+                one.name: {
+                    "state": one.state,
+                    "task": one.task.name,
+                    "metric": list(one.counts),
+                    "groups": list(one.groups),
+                    "source": one.source,
+                    "values": one.values(),
+                    "metrics": one.results,
+                    **({"errors": one.errors} if one.errors else {}),
+                    **({"looked_for": one.places} if one.source is None else {}),
+                }
+                for one in every
+            }
             write_json(output.json, {"suite": suite.name, "data": str(data), "data_sets": sets, "averages": means})
         if output.csv is not None:
             text = io.StringIO()
@@ -235,21 +248,6 @@ def averages(suite: Suite, every: Sequence[Evaluation], models: Sequence[str]) -
         mean = {model: sum(one[model] for one in found) / n for model in models} if n else {}
         means[group] = {"n": n, "of": of, "complete": n == of, "values": mean}
     return means
-
-
-def _as_json(one: Evaluation) -> dict[str, Any]:
-    """A data set in the JSON of a suite, whose keys docs/suites.md describes."""
-    return {
-        "state": one.state,
-        "task": one.task.name,
-        "metric": list(one.counts),
-        "groups": list(one.groups),
-        "source": one.source,
-        "values": one.values(),
-        "metrics": one.results,
-        **({"errors": one.errors} if one.errors else {}),
-        **({"looked_for": one.places} if one.source is None else {}),
-    }
 
 
 def evaluate_all(
@@ -325,9 +323,11 @@ def _metrics(
     blocks: list[Block] | None,
 ) -> tuple[dict[str, float], str]:
     """The metrics of one model on one data set, " (stored)" where they were; skipped rows are named on stderr."""
+    from kiloword.api import Matcher
     from kiloword.data.open import open_source
     from kiloword.data.reading import left_out
     from kiloword.distributed.sharing import is_first
+    from kiloword.stores.runs import reading_tokens
 
     options = one.without_model(folder)
     matcher, workers = (None, 0) if options is not None or model is None else model
@@ -339,8 +339,15 @@ def _metrics(
         if path.is_file():
             stored: dict[str, float] = json.loads(path.read_bytes())["metrics"]
             return stored, " (stored)"
-    if execution.image_features or execution.text_features:
-        matcher, source = _on_tokens(one.task, matcher, source, execution)
+    tokens = execution.image_features, execution.text_features
+    if any(tokens):
+        if one.task.name not in TOKEN_TASKS or matcher is None:
+            raise ValueError(
+                f"the task {one.task.name} reads images and texts: omit --image-features and --text-features, which "
+                f"{' and '.join(TOKEN_TASKS)} take."
+            )
+        source, tokenizer = reading_tokens(matcher.model, matcher.tokenizer, source, *tokens)
+        matcher = Matcher(matcher.model, tokenizer, matcher.method)
     inputs = Inputs(matcher, source, execution.batch, workers, page=blocks is not None)
     metrics = evaluation.run(one.task, inputs, options, blocks)
     warn(*(f"{one.name}: {line}" if one.counts else line for line in left_out(inputs.skipped).lines()))
@@ -367,21 +374,6 @@ def _key(task: Task, options: Any, source: Source, folder: str, matcher: Matcher
     parts = [__version__, digest(model), run, source.fingerprint, sampled(source), words, task.name, plain]
     parts += [digest([file], file.name) for file in files]
     return hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=12).hexdigest()
-
-
-def _on_tokens(task: Task, matcher: Matcher | None, source: Source, execution: Execution) -> tuple[Matcher, Source]:
-    """The model and the source, which read stored tokens. Raises: ValueError for a task that does not take them."""
-    from kiloword.api import Matcher
-    from kiloword.stores.runs import reading_tokens
-
-    if task.name not in TOKEN_TASKS or matcher is None:
-        raise ValueError(
-            f"the task {task.name} reads images and texts: omit --image-features and --text-features, which "
-            f"{' and '.join(TOKEN_TASKS)} take."
-        )
-    folders = execution.image_features, execution.text_features
-    source, tokenizer = reading_tokens(matcher.model, matcher.tokenizer, source, *folders)
-    return Matcher(matcher.model, tokenizer, matcher.method), source
 
 
 def opened(folder: str, execution: Execution) -> tuple[Matcher, int]:
