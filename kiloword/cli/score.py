@@ -104,8 +104,8 @@ class Classify(Device):
 
     def run(self) -> None:
         """Print the classes of each image. Raises: ValueError where no image can be used."""
-        if self.top < 1:
-            raise ValueError(f"--top is {self.top}: expected at least 1.")
+        if self.top < 1 or (self.batch is not None and self.batch < 1):
+            raise ValueError(f"--top is {self.top} and --batch {self.batch}: expected at least 1.")
         import torch
 
         from kiloword.api.batches import image_batch

@@ -142,7 +142,8 @@ def read(path: str | Path | None) -> tuple[Benchmark, list[Item]]:
     if len(found) > 1:
         raise ValueError(f"{path} holds files of several benchmarks: give each its own --pairs.")
     if not items:
-        raise ValueError(f"--pairs {path}: no item in any .json or .jsonl file.")
+        missing = "no item in any .json or .jsonl file" if Path(path).exists() else "no such file or folder"
+        raise ValueError(f"--pairs {path}: {missing}.")
     return found.pop(), items
 
 

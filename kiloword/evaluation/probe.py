@@ -40,7 +40,6 @@ EPOCHS = {
     # of 256 (arXiv:2112.12750)
     "sgd": 50,
 }
-STRENGTH = 3.16  # of the recipe lbfgs (arXiv:2103.00020), where none is chosen: C = 0.316, as in CLIP's example
 COUNT, STRIDES = 97, (8, 4, 2, 1)  # values of a sweep; its steps around the best of every 16th
 
 
@@ -55,7 +54,9 @@ class ProbeOptions(BaseSettings):
     epochs: int | None = setting(None, "passes over the data. None: clip_benchmark 10, adamw 20, sgd 50", 1)
     batch: int | None = setting(None, "images in a step. None: 64, sgd 256", 1)
     weight_decay: float | None = setting(
-        None, "of the optimiser; lbfgs: 1 / C of scikit-learn. None: swept on --val, or else 0, lbfgs 3.16", 0
+        None,
+        "of the optimiser; lbfgs: 1 / C of scikit-learn. None: swept on --val, which lbfgs needs then, or else 0",
+        0,
     )
     shots: int = setting(0, "training images per class, drawn by the seed; 0: all", 0)
     seed: int = 0  # of draws, shuffles and first weights
@@ -90,6 +91,10 @@ def run(inputs: Inputs, options: ProbeTaskOptions) -> Findings:
     if options.train is None:
         raise ValueError("a probe is fitted on data of its own: give --train SRC, with a class for every image.")
     source = open_source(options.train, size) if isinstance(options.train, str) else options.train
+    decay = chosen.weight_decay
+    given = (options.val is not None) + (decay is not None)
+    if given > 1 or (chosen.recipe == "lbfgs" and not given):
+        raise ValueError("give --val to select the weight decay, or --probe.weight-decay to set it: one of them.")
     if source.fingerprint == inputs.source.fingerprint:
         raise ValueError("--data and --train are the same: expected different images.")
     classes, of_test = (classes_of(data, options.classnames) for data in (source, inputs.source))
@@ -107,23 +112,18 @@ def run(inputs: Inputs, options: ProbeTaskOptions) -> Findings:
     if chosen.shots:
         rows = drawn(rows, chosen.shots, source.fingerprint, chosen.seed)
     count, tried = max(1 + int(torch.cat([rows.y, test.y]).max()), len(classes or of_test or ())), dict[float, float]()
-    decay = chosen.weight_decay
     if options.val is not None:
-        if decay is not None:
-            raise ValueError("--val selects a weight decay, and --probe.weight-decay sets it: omit one.")
         held = split(open_source(options.val, size) if isinstance(options.val, str) else options.val, "val")
         decay, tried = sweep(
             6 if chosen.recipe == "lbfgs" else 2, lambda decay: accuracy(fit(rows, count, decay, chosen), held)
         )
         if not chosen.shots:  # k shots stay k
             rows = Split(torch.cat([rows.x, held.x]), torch.cat([rows.y, held.y]))
-    elif decay is None:
-        decay = STRENGTH if chosen.recipe == "lbfgs" else 0.0
-    layer = fit(rows, count, decay, chosen)
+    layer = fit(rows, count, decay or 0.0, chosen)
     yield from figures(F.linear(test.x, *layer), test.y)
     yield "train_acc1", accuracy(layer, rows)
     yield "train_rows", float(len(rows.x))
-    yield "weight_decay", decay
+    yield "weight_decay", decay or 0.0
     yield from ((f"sweep@{value:.3g}", share) for value, share in sorted(tried.items()))
 
 

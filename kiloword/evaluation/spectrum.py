@@ -34,6 +34,8 @@ def run(inputs: Inputs, options: NoOptions) -> Findings:
             return tower_output(model, tokens).flatten(0, 1).cpu()
 
     vectors, spread = covariance(per_batch(inputs, encode))
+    if vectors < 2:
+        raise ValueError(f"{inputs.source.name} has {vectors} usable vector: a covariance needs 2 or more.")
     values = torch.linalg.eigvalsh(spread).flip(0).clamp(min=0)
     yield "effective_rank", effective_rank(values)
     yield "dimensions", float(len(values))

@@ -214,9 +214,10 @@ def grouped(infos: Sequence[Mapping[str, Any]], field: str, known: bool = True) 
         if (group := group_of(info, field)) is not None:
             places.setdefault(group, []).append(n)
     if known and not places:
+        there = ", ".join(sorted({name for info in infos for name in info})[:20]) or "none"
         raise ValueError(
             f"--group-by {field}: no image has this field. Expected a key of its json, or a column that "
-            "FILE?info=COLUMN names."
+            f"FILE?info=COLUMN names; there are: {there}."
         )
     return dict(sorted(places.items()))
 

@@ -31,7 +31,7 @@ Shown = list[tuple[str, Tensor]]
 
 
 def attention(matcher: Matcher, image: Tensor, texts: Sequence[str]) -> Iterator[Shown]:
-    """Where the text looks, and where the tokens look that it mixes most (entropy 0: one token, 1: all alike)."""
+    """Where the text looks, and any tokens that it mixes, largest share first (entropy 0: one token, 1: all alike)."""
     found = matcher.explain(image, texts)
     for t in range(len(texts)):
         shown = [(found.about, found.maps[0, t])]
@@ -53,7 +53,8 @@ def words(matcher: Matcher, image: Tensor, texts: Sequence[str]) -> Iterator[Sho
 def cams(matcher: Matcher, image: Tensor, texts: Sequence[str]) -> Iterator[Shown]:
     """Patches of the first layer that raise the score, and the probability of the caption."""
     maps = {"for the score": gradcam(matcher, image, texts)[0]}
-    if "text_decoder" in matcher.model.more:
+    with suppress(ValueError):  # it writes no captions
+        writer(matcher.model)
         maps["for writing the caption"] = gradcam(matcher, image, texts, "caption")[0]
     for t in range(len(texts)):
         yield [(name, looks[t]) for name, looks in maps.items()]

@@ -174,6 +174,8 @@ def test_a_decay_is_chosen_on_validation_data(debug: Matcher) -> None:
     assert few["train_rows"] == 6
     with pytest.raises(ValueError, match="weight-decay"):
         evaluate(debug, "probe", TEST, train=TRAIN, val=val, probe=ProbeOptions(weight_decay=1.0))
+    with pytest.raises(ValueError, match="--val"):
+        evaluate(debug, "probe", TEST, train=TRAIN, probe=ProbeOptions(recipe="lbfgs"))
 
 
 @pytest.mark.parametrize("recipe", [*probe.EPOCHS, "lbfgs"])
@@ -181,10 +183,11 @@ def test_every_recipe_learns_shapes_and_skipped_rows_are_named(debug: Matcher, r
     if recipe == "lbfgs":
         pytest.importorskip("sklearn", reason="the recipe lbfgs needs scikit-learn")
     data = ("scenes:test?n=60&task=colour", "scenes:train?n=60&task=colour")
-    found = evaluate(debug, "probe", data[0], train=data[1], probe=ProbeOptions(recipe=recipe))
+    options = ProbeOptions(recipe=recipe, weight_decay=0.1 if recipe == "lbfgs" else None)
+    found = evaluate(debug, "probe", data[0], train=data[1], probe=options)
     judged = {"acc1", "acc5", "mean_per_class_recall", "train_acc1", "train_rows", "weight_decay", "skipped"}
     assert (set(found), found["train_rows"]) == (judged, 60)
-    rows, fresh, options = gaussians(300, 5, 16, 300), gaussians(200, 5, 16, 200), ProbeOptions(recipe=recipe)
+    rows, fresh = gaussians(300, 5, 16, 300), gaussians(200, 5, 16, 200)
     weight, bias = probe.fit(rows, 5, 0.1, options)
     assert ((fresh.x @ weight.T + bias).argmax(1) == fresh.y).double().mean() > 0.95
     assert torch.equal(probe.fit(rows, 5, 0.1, options)[0], weight)

@@ -61,3 +61,8 @@ def test_mixture_tokens_are_vectors_of_their_own(pool: str, tokens: int) -> None
     given = torch.arange(2.0 * 7 * 4).view(2, 7, 4)  # 3 mixture tokens, 4 patches
     torch.testing.assert_close(tower_output(model.model, given), given[:, :tokens])
     assert evaluate(model, "spectrum", "scenes:test?n=5")["vectors"] == 5 * tokens
+
+
+def test_one_image_has_no_covariance() -> None:
+    with pytest.raises(ValueError, match="2 or more"):
+        evaluate(matcher(), "spectrum", "scenes:test?n=1")

@@ -13,7 +13,7 @@ from torch import nn
 from kiloword.config.recipes import HeadConfig, ModelConfig, TextConfig, sizes
 from kiloword.model.heads import Head, Scale, Single
 from kiloword.model.model import Model, initialise
-from kiloword.model.pooling import ImagePool, TextPool
+from kiloword.model.pooling import AttentionPool, ImagePool, TextPool
 from kiloword.types import Texts
 from parts import drawn
 
@@ -34,6 +34,30 @@ def test_image_pools(kind: Literal["cls", "mean", "max"]) -> None:
     patches = tokens[:, 3:]
     expected = {"cls": tokens[:, 0], "mean": patches.mean(1), "max": patches.max(1).values}[kind]
     assert torch.allclose(got, expected)
+
+
+def test_attention_pool_is_softmax_of_the_mean_over_patches() -> None:
+    """CLIP's: the mean and its patches, with positions; two heads, one at a time."""
+    pool = AttentionPool(replace(DEBUG.image, width=8, heads=2, patch=DEBUG.image.size // 2)).double()
+    nn.init.normal_(pool.positions)
+    patches = drawn(3, 4, 8)
+    x = torch.cat([patches.mean(1, keepdim=True), patches], 1) + pool.positions
+    q, (k, v) = pool.q(x[:, 0]), pool.kv(x).split(8, -1)
+    heads = []
+    for part in (slice(0, 4), slice(4, 8)):
+        weights = (torch.einsum("nd,npd->np", q[:, part], k[:, :, part]) / 2).softmax(1)
+        heads.append(torch.einsum("np,npd->nd", weights, v[:, :, part]))
+    assert torch.allclose(pool(patches), torch.cat(heads, 1))
+
+
+def test_a_decoder_reads_all_queries_but_the_first_of_attentional_pooling() -> None:
+    pool = ImagePool(DEBUG.image, HeadConfig(image_pool="attentional", pool_queries=3)).double()
+    assert pool.attentional is not None
+    nn.init.normal_(pool.attentional.probes)
+    tokens = drawn(2, 5, DEBUG.image.width)
+    every = pool.attentional(tokens, slice(None))
+    assert torch.allclose(pool.memory(tokens), every[:, 1:])
+    assert torch.allclose(pool(tokens), every[:, 0])
 
 
 def test_map_pool_against_torch() -> None:

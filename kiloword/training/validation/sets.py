@@ -56,6 +56,8 @@ def open_sets(words: Sequence[str], asks: bool, size: int | None, flag: str) -> 
         task, _, src = word.partition("=")
         if src and re.fullmatch(r"[A-Za-z][\w+-]*", task) and not Path(word).exists():
             find(task)
+            if task == "probe":
+                raise ValueError(f"{flag} {word}: a probe needs training data of its own. Use kiloword eval probe.")
         else:
             task, src = "", word
         source = open_source(src, size=size)
