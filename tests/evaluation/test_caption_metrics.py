@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kiloword.evaluation.caption_metrics import (
+    Captions,
     bleu,
     cider,
     clipscore,
@@ -33,17 +33,17 @@ java = pytest.mark.skipif(
 SENTENCES = st.lists(st.sampled_from(("a", "man", "dog", "on")), max_size=7).map(" ".join)
 
 
-def check_equal(*captions: Any) -> None:
+def check_equal(captions: Captions) -> None:
     """BLEU-1 to 4 of the set, ROUGE-L and CIDEr-D of each image, are pycocoevalcap's."""
     from pycocoevalcap.bleu.bleu import Bleu
     from pycocoevalcap.cider.cider import Cider
     from pycocoevalcap.rouge.rouge import Rouge
 
-    known = {i: list(own) for i, own in enumerate(captions[1])}
-    said = {i: [c] for i, c in enumerate(captions[0])}
-    np.testing.assert_allclose(bleu(*captions), Bleu(4).compute_score(known, said, verbose=0)[0], atol=1e-9)
-    np.testing.assert_allclose(rouge_l(*captions), Rouge().compute_score(known, said)[1], atol=1e-9)
-    np.testing.assert_allclose(cider(*captions), Cider().compute_score(known, said)[1], atol=1e-9)
+    known = {i: list(own) for i, own in enumerate(captions.references)}
+    said = {i: [c] for i, c in enumerate(captions.candidates)}
+    np.testing.assert_allclose(bleu(captions), Bleu(4).compute_score(known, said, verbose=0)[0], atol=1e-9)
+    np.testing.assert_allclose(rouge_l(captions), Rouge().compute_score(known, said)[1], atol=1e-9)
+    np.testing.assert_allclose(cider(captions), Cider().compute_score(known, said)[1], atol=1e-9)
 
 
 def coco(shared: Path, n: int) -> tuple[list[str], list[list[str]]]:
@@ -57,10 +57,10 @@ def coco(shared: Path, n: int) -> tuple[list[str], list[list[str]]]:
 @official
 def test_equals_pycocoevalcap_on_coco(shared: Path) -> None:
     candidates, references = coco(shared, 1000)
-    captions = list(map(own, candidates)), [list(map(own, of_image)) for of_image in references]
-    check_equal(*captions)
+    captions = Captions(list(map(own, candidates)), [list(map(own, of_image)) for of_image in references])
+    check_equal(captions)
     values = score_captions(candidates, references).values
-    expected = [*bleu(*captions), rouge_l(*captions).mean(), cider(*captions).mean()]
+    expected = [*bleu(captions), rouge_l(captions).mean(), cider(captions).mean()]
     assert list(values.values())[:6] == pytest.approx(expected, abs=1e-12)
 
 
@@ -69,9 +69,9 @@ def test_equals_pycocoevalcap_on_coco(shared: Path) -> None:
 @settings(max_examples=150, deadline=None)
 def test_equals_pycocoevalcap_on_odd_input(rows: Sequence[tuple[str, list[str]]]) -> None:
     """Empty captions, one image, repeated words, references that are all alike."""
-    captions = [c for c, _ in rows], [own for _, own in rows]
-    if any(r for own in captions[1] for r in own):  # its CIDEr fails when no reference has a word
-        check_equal(*captions)
+    captions = Captions([c for c, _ in rows], [own for _, own in rows])
+    if any(r for own in captions.references for r in own):  # its CIDEr fails when no reference has a word
+        check_equal(captions)
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=12), st.lists(st.sampled_from("abcd"), max_size=12))
@@ -84,14 +84,14 @@ def test_common_subsequence_is_the_tables(a: list[str], b: list[str]) -> None:
 
 
 def test_values_by_hand() -> None:
-    empty = [""], [[""]]
-    assert cider(*empty).tolist() == [0.0]
-    assert bleu(*empty) == [pytest.approx(0, abs=1e-5)] * 4
-    assert cider(["a dog", "two men"], [["a dog"], ["two men"]]).tolist() == [5.0, 5.0]  # no 3-, 4-grams
-    full = ["a dog runs by", "two men sit here"], [["a dog runs by"], ["two men sit here"]]
-    np.testing.assert_allclose(cider(*full), 10)
-    np.testing.assert_allclose(bleu(*full), 1, atol=1e-8)
-    assert rouge_l(*full).tolist() == [1.0, 1.0]
+    empty = Captions([""], [[""]])
+    assert cider(empty).tolist() == [0.0]
+    assert bleu(empty) == [pytest.approx(0, abs=1e-5)] * 4
+    assert cider(Captions(["a dog", "two men"], [["a dog"], ["two men"]])).tolist() == [5.0, 5.0]  # no 3-, 4-grams
+    full = Captions(["a dog runs by", "two men sit here"], [["a dog runs by"], ["two men sit here"]])
+    np.testing.assert_allclose(cider(full), 10)
+    np.testing.assert_allclose(bleu(full), 1, atol=1e-8)
+    assert rouge_l(full).tolist() == [1.0, 1.0]
     found = score_captions(["A dog.", "a dog", ""], [["A dog runs."], ["a cat", "the dog"], ["Two men!"]]).values
     assert list(found) == [*(f"bleu_{n}" for n in range(1, 5)), "rouge_l", "cider", "distinct", "words", "vocabulary"]
     assert (found["distinct"], found["words"], found["vocabulary"]) == (2 / 3, 4 / 3, 2)
