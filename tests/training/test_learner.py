@@ -132,6 +132,23 @@ def test_step_against_plain_autograd(name: str, micro: int) -> None:
         assert (found[n] - gradient).abs().max() < 1e-10 * largest, n
 
 
+class Silent(Words):
+    """A term without anything to count in this batch."""
+
+    def count(self, batch: Batch) -> Tensor:
+        return torch.tensor(0)
+
+    def forward(self, model: Any, batch: Batch, encoded: Encoded) -> Tensor:
+        return 0 * super().forward(model, batch, encoded)
+
+
+def test_a_term_that_counts_nothing_is_zero() -> None:
+    method = replace(preset("clip"), terms={"words": (0.3, Part(Silent))})
+    found = gradients(Learner(build(CONFIG, method, 0), method).double(), batch(0, 8), 2)
+    assert float(found["loss:words"]) == 0
+    assert all(bool(g.isfinite().all()) for g in found.values())
+
+
 # How weights change
 
 

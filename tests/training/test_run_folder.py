@@ -95,6 +95,7 @@ def test_an_error_is_kept_for_those_who_watch(tmp_path: Path, error: BaseExcepti
     ("there", "named"),
     [
         ({"a": (3, 2), "b": (4,)}, ("a is [3, 2] instead of [2, 3]",)),
+        ({"a": (), "b": (4,)}, ("a is [] instead of [2, 3]",)),
         ({"c": (1,), "a": (1,), "d": (1,)}, ("missing b", "unknown c", "1 more")),
     ],
 )
@@ -128,6 +129,7 @@ def test_groups_stand_in_a_batch_together() -> None:
     rows = [row for step in steps for row in step]
     assert [row // 4 for row in rows] != sorted(row // 4 for row in rows)
     assert order(41).steps_per_epoch == 5
+    assert order(rows=16).steps_per_epoch == 2  # of the 40
 
 
 @pytest.mark.parametrize(
