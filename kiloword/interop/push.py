@@ -20,7 +20,12 @@ from kiloword.terminal import say
 
 REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 MODEL = ("config.json", "tokenizer.json", WEIGHTS)
-EXPORT = (".json", ".safetensors", ".onnx", ".data", ".pt2")  # ends of the names of files that an export has
+EXPORT = (  # files of all targets of `kiloword export`; no other file of a folder goes to a hub
+    *("open_clip_config.json", "open_clip_model.safetensors", "weights.safetensors", WEIGHTS, "image.pt2", "text.pt2"),
+    *("image.onnx", "image.onnx.data", "text.onnx", "text.onnx.data", "modules.json", "1_Normalize/config.json"),
+    *("config_sentence_transformers.json", "sentence_bert_config.json", "config.json", "tokenizer.json"),
+    *("tokenizer_config.json", "preprocessor_config.json", "processor_config.json"),
+)
 LOADED = re.compile(r'(kiloword\.load\("|"local-dir:|from_pretrained\("|SentenceTransformer\(")FOLDER')  # in a card
 HUB = {'kiloword.load("': 'kiloword.load("hf-hub:', '"local-dir:': '"hf-hub:'}
 
@@ -39,8 +44,7 @@ def files_of(path: Path) -> tuple[Path, list[str]]:
         Tokenizer.load(folder)
         return folder, list(MODEL)
     if _says(folder / CARD, "made by kiloword"):
-        inside = (file.relative_to(folder) for file in sorted(folder.rglob("*.*")) if file.is_file())
-        return folder, [str(name) for name in inside if name.suffix in EXPORT]
+        return folder, [name for name in EXPORT if (folder / name).is_file()]
     raise ValueError(
         f"{folder} is no model folder ({', '.join(MODEL)}), such as OUT/model of a run, nor a folder that kiloword "
         "export wrote."
@@ -69,13 +73,19 @@ def run(model: str, repository: str, private: bool = False, message: str = "") -
         raise ValueError(f"{repository[:100]} is no repository: expected ORG/NAME.")
     folder, names = files_of(Path(model))
     is_model = names == list(MODEL)
-    say(*(f"{name}  {(folder / name).stat().st_size:,} bytes" for name in names))
+    left = sorted({path.name for path in folder.iterdir()} - {name.split("/")[0] for name in (*names, CARD)})
+    say(
+        *(f"{name}  {(folder / name).stat().st_size:,} bytes" for name in names), f"{CARD}, which loads it from the hub"
+    )
+    say(*([f"not uploaded: {', '.join(left[:8])}{' ...' if len(left) > 8 else ''}"] if left else []))
     try:
         import huggingface_hub as hub
     except ImportError:
         raise ValueError(needs("push", "huggingface_hub", "remote")) from None
     if not hub.get_token():
-        raise ValueError("huggingface_hub finds no token: log in by `hf auth login`, or set HF_TOKEN.")
+        raise ValueError(
+            "huggingface_hub finds no token: log in by `hf auth login`, or set HF_TOKEN. Nothing was uploaded."
+        )
     api = hub.HfApi()
     contents = {CARD: card_on_hub(folder, repository)} | {name: folder / name for name in names}
     operations = [hub.CommitOperationAdd(path_in_repo=n, path_or_fileobj=c) for n, c in contents.items()]

@@ -81,10 +81,16 @@ def test_a_run_goes_to_a_hub_and_comes_back(hub: Hub, tmp_path: Path, capsys: py
     assert torch.equal(back.encode_text("a dog")["vec"], kiloword.load(folder).encode_text("a dog")["vec"])
 
 
-def test_an_export_goes_with_its_own_files(hub: Hub, tmp_path: Path) -> None:
+def test_an_export_goes_with_its_own_files(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["export", "safetensors", str(model_folder(tmp_path / "m")), "--out", str(tmp_path / "out")])
-    (tmp_path / "out" / "data.tar").write_text("mine")
+    private = ["data.tar", "secret.json", "old.safetensors", ".cache/x/y.json", "notes/config.json"]
+    for name in private:
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).write_text("mine")
+    (tmp_path / "out" / "link.json").symlink_to(tmp_path / "m" / "config.json")
     main(["push", str(tmp_path / "out"), "me/model"])
+    said = capsys.readouterr().out
+    assert all(name.split("/")[0] in said for name in (*private, "link.json"))
     words = {"README.md", "tokenizer.json", "tokenizer_config.json", "preprocessor_config.json"}
     assert set(hub.files) == words | {"weights.safetensors"}
     assert (hub.commits, hub.private) == (["Upload export"], False)
