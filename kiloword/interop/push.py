@@ -44,7 +44,8 @@ def files_of(path: Path) -> tuple[Path, list[str]]:
         Tokenizer.load(folder)
         return folder, list(MODEL)
     if _says(folder / CARD, "made by kiloword"):
-        return folder, [name for name in EXPORT if (folder / name).is_file()]
+        files, root = {name: folder / name for name in EXPORT}, folder.resolve()  # which a link may lead out of
+        return folder, [n for n, file in files.items() if file.is_file() and file.resolve().is_relative_to(root)]
     raise ValueError(
         f"{folder} is no model folder ({', '.join(MODEL)}), such as OUT/model of a run, nor a folder that kiloword "
         "export wrote."

@@ -15,7 +15,7 @@ from torch import Tensor
 from kiloword.config.recipes import ModelConfig, ModelFile
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.interop.names import local_folder
-from kiloword.model.encoding import encode_texts, inference
+from kiloword.model.encoding import inference
 from kiloword.model.heads import Single
 from kiloword.model.model import Model
 from kiloword.models.model_folder import model_files, open_model, read_model_file
@@ -51,6 +51,21 @@ SIGLIP = CLIP | {
     "head.image_pool": "map",
     "head.image_projection": False,
     "head.text_projection_bias": True,
+}
+WORDS = {  # what a setting that differs means
+    "image.tower": "its image tower is a ResNet",
+    "image.trunk.name": "its image tower is another library's",
+    "text.trunk.name": "its text tower is another library's",
+    "image.stem": "it has a convolutional stem",
+    "image.class_token": "its class token differs",
+    "image.pre_norm": "its first norm differs",
+    "image.extra_tokens": "it has registers",
+    "image.uncertainty_token": "it has an uncertainty token",
+    "text.extra_tokens": "its texts end in tokens of their own",
+    "text.causal": "its text tower differs in which words see later ones",
+    "head.image_pool": "it pools images otherwise",
+    "head.text_pool": "it pools texts otherwise",
+    "text.uncertainty_blocks": "its text tower has a second path",
 }
 GRAPHS = {  # settings of models that are graphs
     "image.trunk.name": "",
@@ -112,7 +127,9 @@ class Exported:
     @cached_property
     def texts(self) -> Features:
         """Features of TEXTS."""
-        return encode_texts(self.model, self.tokenizer, TEXTS)
+        with inference(self.model):  # not by encode_texts, which would warn that a text of TEXTS is truncated
+            features: Features = self.model.encode_text(self.tokenizer.encode(TEXTS, self.config.text))[1]
+            return features
 
     def compared(self, images: Tensor, texts: Tensor) -> list[str]:
         """Lines that say how near features of `normalised` and of TEXTS are. Raises: ValueError as `check_close`."""
@@ -120,9 +137,9 @@ class Exported:
         return [check_close(w, largest_difference(x, {"vec": F.normalize(y, dim=-1)})) for w, x, y in pairs]
 
     def unlike(self, settings: Mapping[str, object]) -> list[str]:
-        """The settings of the model that are others, such as "image.stem is conv"."""
+        """What of the model differs from settings, such as "it has a convolutional stem (image.stem)"."""
         actual = {name: reduce(getattr, name.split("."), self.config) for name in settings}
-        return [f"{name} is {str(actual[name])[:100]}" for name, value in settings.items() if actual[name] != value]
+        return [f"{WORDS.get(n, 'it differs')} ({n})" for n, value in settings.items() if actual[n] != value]
 
     def check_graphs(self, target: str) -> None:
         """Raises: ValueError where no graph computes what the model does."""
