@@ -87,6 +87,12 @@ def test_parity_of_two_layers(open_clip: ModuleType, name: str) -> None:
     compare_each(name, theirs.double(), ours.double(), method)
 
 
+@pytest.mark.slow
+def test_parity_of_a_real_size(open_clip: ModuleType) -> None:
+    theirs = open_clip.create_model("ViT-B-32", pretrained=None)
+    compare("ViT-B-32", theirs, *convert(model_config("ViT-B-32"), theirs))
+
+
 def compare(name: str, theirs: Any, ours: Model, method: str) -> None:
     gradients = step(name, theirs, ours, method, 1e-5)
     total = sum(float(g.norm()) ** 2 for g in gradients[1].values()) ** 0.5

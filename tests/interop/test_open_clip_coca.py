@@ -136,6 +136,14 @@ def test_parity(open_clip: ModuleType, memory: int, correct: bool) -> None:
 
 
 @pytest.mark.slow
+def test_parity_of_a_real_size(open_clip: ModuleType) -> None:
+    raw = open_clip.get_model_config("coca_ViT-B-32")
+    theirs = create(open_clip, raw, True)
+    with torch.no_grad():
+        compare(theirs, convert(raw, theirs, True), [20, 3, 75, 41], 1e-4)
+
+
+@pytest.mark.slow
 def test_import_writes_a_folder_that_scores_and_writes(
     open_clip: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

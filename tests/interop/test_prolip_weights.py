@@ -244,6 +244,14 @@ def test_each_of_their_quirks_counts(small: tuple[State, Path], changed: str) ->
         compare(SMALL, state, small[1], "fp64", 1e-3)
 
 
+@pytest.mark.slow
+def test_the_real_shape(tmp_path: Path) -> None:
+    shape = Shape()
+    state = shape.weights()
+    bring(write(tmp_path / "hub", shape, state), tmp_path / "ours")
+    compare(shape, state, tmp_path / "ours", "fp32", 1e-5)
+
+
 def test_what_the_folder_says(small: tuple[State, Path]) -> None:
     file = read_model_file(small[1])
     assert file.method == "prolip-released"
