@@ -122,9 +122,10 @@ def main(
         if json is not None:
             write_json(json, one.results if len(models) > 1 else one.results[labelled[0]])
         if html is not None:
-            cells = [[name, *map(values.get, labelled)] for name, values in rows.items()]
-            sections: dict[str, Sequence[Block]] = {"Metrics": [Table(cells, ["metric", *labelled], digits=4)]}
-            sections |= {label: blocks for label, blocks in one.blocks.items() if blocks}
+            cells = [[n, *(number(of[model]) if model in of else None for model in labelled)] for n, of in rows.items()]
+            metrics: dict[str, Sequence[Block]] = {"Metrics": [Table(cells, ["metric", *labelled])]}
+            shown = {label: blocks for label, blocks in one.blocks.items() if blocks}
+            sections = shown | metrics if len(cells) > LONG else metrics | shown
             intro = f"{evaluation.TASKS[task.name]}\n\nData: {data}"
             write_page(html, Page(task.name.capitalize(), intro, sections, made_by(models, data)))
 
@@ -413,6 +414,7 @@ def columns(rows: Sequence[tuple[Sequence[str], Mapping[str, float]]], models: S
         yield " ".join([*(f"{name:{n}}" for name, n in zip(names, widths, strict=True)), *shown])
 
 
+LONG = 16  # a longer table of metrics stands below the plots of a page
 ROUNDING = 1e-12  # what is smaller is shown as 0
 
 
