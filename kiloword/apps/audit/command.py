@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from kiloword.config.execution import Flat, Some
+from kiloword.config.settings import ABOVE_0, check, setting
 from kiloword.evaluation.command import Execution
 
 Kind = Literal["mismatch", "unreadable", "duplicate-image", "duplicate-caption", "generic", "label"]
@@ -30,7 +31,9 @@ class Audit:
     out: Path = Path("audit")  # folder for report.html, findings.parquet, keep.parquet and audit.json
     extra_captions: tuple[str, ...] = ()  # parquet tables (key, captions); their captions are audited too
     features: Path | None = None  # feature store of the same model for the data; labels are not judged then
-    target_precision: float = 0.8  # estimated share of right ones among the pairs that are said not to match
+    target_precision: float = setting(
+        0.8, "estimated share of right ones among the pairs that are said not to match", ABOVE_0, 1
+    )
     drop: tuple[Kind, ...] = ("mismatch", "unreadable")  # findings that the keep-list omits
     execution: Flat[Execution] = EXECUTION
 
@@ -38,6 +41,7 @@ class Audit:
         """Encode the data, judge it, print, and write the files. Raises: ValueError for what cannot be used."""
         from kiloword.apps.audit.judge import audit
 
+        check(self)
         if self.features is not None and (self.execution.image_features or self.execution.text_features):
             raise ValueError("--features replaces --image-features and --text-features: omit them, or --features.")
         audit(self)

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kiloword.config.execution import Some
+from kiloword.config.settings import ABOVE_0, BELOW_1, check, setting
+
+FALSE_RATE = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +30,11 @@ class Mine:
     p3: float | None = None
     p1_text: float | None = None  # with p3: the cosine of image and caption is larger; the paper: 0.24
     calibrate: bool = False  # fit unspecified thresholds to the teacher, and print the flags for training
-    false_rate: float = 1e-4  # with calibrate: largest share of random pairs that p1, p2 and p3 each accept
-    batch: int = 1024  # images per random batch in which the true caption is ranked
-    most: int = 20  # mined pairs per image in pairs.parquet, best first; all are counted
+    false_rate: float = setting(
+        FALSE_RATE, "with calibrate: largest share of random pairs that p1, p2 and p3 each accept", ABOVE_0, BELOW_1
+    )
+    batch: int = setting(1024, "images per random batch in which the true caption is ranked", 2)
+    most: int = setting(20, "mined pairs per image in pairs.parquet, best first; all are counted", 1)
     extra_captions: tuple[Path, ...] = ()  # parquet tables (key, captions), compared with the original captions
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     seed: int = 0  # seed of batches, random pairs and the gallery
@@ -38,8 +43,9 @@ class Mine:
         """Search, analyse, print, and write the files. Raises: ValueError for what cannot be used."""
         from kiloword.apps.mine.mine import mine
 
-        if self.batch < 2 or self.most < 1 or not 0 < self.false_rate < 1:
-            raise ValueError("expected --batch of at least 2, --most of at least 1 and --false-rate between 0 and 1.")
+        check(self)
+        if self.false_rate != FALSE_RATE and not self.calibrate:
+            raise ValueError("--false-rate has an effect only with --calibrate: add that, or omit it.")
         if self.calibrate and None not in (self.p1, self.p2, self.p3, self.p1_text):
             raise ValueError("--calibrate fits the thresholds that are not given, and all are given: omit it.")
         mine(self)

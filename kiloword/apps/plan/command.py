@@ -12,6 +12,8 @@ from tyro.conf import Positional
 from kiloword.apps.plan.options import Plan, check
 from kiloword.config.execution import Device
 from kiloword.config.papers import fill
+from kiloword.config.settings import check as check_settings
+from kiloword.config.settings import setting
 from kiloword.methods.command import MethodWords, method_words
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.recipes import towers_flag
@@ -81,11 +83,12 @@ class Bench(Device):
 
     method: Positional[str] = "siglip"  # the method whose step is measured, with fresh weights, on noise
     size: str = "tiny"  # size of the towers
-    batch: int = 32  # number of images in a step
+    batch: int = setting(32, "number of images in a step", 1)
     json: Path | None = None  # write the figures to this file
 
     def run(self) -> None:
         """Measure and print. Raises: ValueError for an unknown method, size or device."""
         from kiloword.apps.plan.measured import bench
 
+        check_settings(self)
         bench(self)

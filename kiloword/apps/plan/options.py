@@ -92,10 +92,10 @@ class Plan(BaseSettings):
 
 def check(plan: Plan) -> None:
     """Raises: ValueError for a run that cannot be planned."""
-    check_settings(plan)
-    share, rest = divmod(plan.batch, plan.gpus)
     if not plan.samples:
         raise ValueError("plan needs the length of the run: give --samples, images seen in all, such as 1.28e9.")
+    check_settings(plan)
+    share, rest = divmod(plan.batch, plan.gpus)
     if rest or (plan.micro and share % plan.micro):
         raise ValueError(
             f"--batch {plan.batch} does not divide over --gpus {plan.gpus} and their --micro {plan.micro}."

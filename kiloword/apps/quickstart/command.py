@@ -8,6 +8,10 @@ from typing import Literal
 
 from tyro.conf import Positional
 
+from kiloword.config.settings import check, setting, unread
+
+OF_PHOTOS = ("data", "val", "image-tower", "text-tower", "views", "keep", "bad-share")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Quickstart:
@@ -23,23 +27,26 @@ class Quickstart:
     val: tuple[str, ...] = ()  # photos to test on; default: a tenth of --data, held out by key
     # folder of the run and its report, by default quickstart or photos; the same command again resumes
     out: Path | None = None
-    steps: int | None = None  # number of steps (photos: of each method) in place of the recipe's
+    steps: int | None = setting(None, "number of steps (photos: of each method) in place of the recipe's", 1)
     seed: int = 0  # seed of the run
     image_tower: str = "efficientnet-lite0"  # photos: frozen image tower, as for `kiloword train`
     text_tower: str = "minilm"  # photos: frozen text tower, as for `kiloword train`
-    views: int = 2  # photos: augmented views of each photo whose tokens are stored; 1: not augmented
+    views: int = setting(2, "photos: augmented views of each photo whose tokens are stored; 1: not augmented", 1)
     keep: tuple[str, ...] = ()  # photos: keep-lists of `kiloword audit`: train on the pairs that they keep
-    bad_share: float = 0.01  # photos: stop when a larger share of the rows is bad
+    bad_share: float = setting(0.01, "photos: stop when a larger share of the rows is bad", 0, 1)
 
     def run(self) -> None:
         """Train, evaluate, write the report. Raises: ValueError for flags that do not fit, and as `train`."""
-        if (self.on == "photos") != bool(self.data):
-            raise ValueError("quickstart photos needs --data, photos with captions; quickstart alone draws its scenes.")
+        check(self)
         if self.on == "photos":
+            if not self.data:
+                raise ValueError("quickstart photos needs --data, photos with captions.")
             from kiloword.apps.quickstart.photos import photos
 
             photos(self, self.out or Path("photos"))
             return
+        if ignored := list(unread(self, Quickstart(), missing=dict.fromkeys(OF_PHOTOS, "quickstart photos"))):
+            raise ValueError("; ".join(ignored) + ".")
         from kiloword.apps.quickstart.scenes import quickstart, recipe
         from kiloword.training.resolve import with_length
 

@@ -196,6 +196,7 @@ def test_scores_of_other_heads(method: str, tmp_path: Path, capsys: pytest.Captu
     judge = ["audit", "scenes:test?n=12", "--model", model, "--out", tmp_path / "out"]
     run(capsys, *judge)
     assert len(pyarrow.parquet.read_table(tmp_path / "out/keep.parquet")) == 12
-    with pytest.raises(SystemExit) as end:
-        run(capsys, *judge, "--features", "x", "--image-features", "y")
-    assert end.value.code == 2
+    for words in ("--features x --image-features y", "--target-precision 0", "--target-precision 1.5"):
+        with pytest.raises(SystemExit) as end:
+            run(capsys, *judge, *words.split())
+        assert end.value.code == 2

@@ -241,8 +241,9 @@ def test_from_feature_store_to_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "other" / "letters.txt").touch()
     refused = [("no", ("--features", str(tmp_path / "nothing")), src, "holds no features"),
                ("no", (), "scenes?n=31", "made from"), ("other", (), src, "other files"),
-               ("no", ("--batch", "1"), src, "--batch"), ("no", ("--most", "0"), src, "--most"),
-               ("no", ("--false-rate", "2"), src, "--false-rate")]  # fmt: skip
+               ("no", ("--batch", "1"), src, "--batch is 1: expected at least 2"),
+               ("no", ("--most", "0"), src, "--most is 0"), ("no", ("--false-rate", "2"), src, "--false-rate is 2"),
+               ("no", ("--no-calibrate", "--false-rate", "0.1"), src, "--calibrate")]  # fmt: skip
     for out, more, data, word in refused:
         with pytest.raises(SystemExit) as end:
             run(out, *more, data=data)

@@ -64,7 +64,9 @@ def test_the_batch_that_is_named_fits_and_twice_of_it_does_not(free: float) -> N
         assert takes == counted(1) > SAFE * free
 
 
-@pytest.mark.parametrize(("words", "said"), [("--size huge", "unknown size 'huge'"), ("nosuch", "nosuch")])
+@pytest.mark.parametrize(
+    ("words", "said"), [("--size huge", "unknown size 'huge'"), ("nosuch", "nosuch"), ("--batch 0", "--batch is 0")]
+)
 def test_unknown_names_are_refused_before_anything_is_printed(
     words: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

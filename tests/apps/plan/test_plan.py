@@ -234,7 +234,7 @@ def test_own_values_of_a_card() -> None:
 @pytest.mark.parametrize(
     ("words", "output"),
     [
-        ("siglip", "--samples"),
+        ("siglip", "needs the length"),
         ("siglip --samples 1e9 --batch 10 --gpus 3", "--gpus 3"),
         ("siglip --samples 1e9 --batch 12 --gpus 3 --micro 3", "--micro 3"),
         ("siglip --samples 1e9 --gpu b200", "b200"),

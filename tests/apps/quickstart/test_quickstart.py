@@ -86,7 +86,7 @@ def test_a_second_call_trains_nothing_and_finds_the_same(out: Path) -> None:
         quickstart(small(5), out, N)
 
 
-@pytest.mark.parametrize("words", ["photos", "--data x", "--steps 0"])
+@pytest.mark.parametrize("words", ["photos", "--data x", "--steps 0", "--views 3", "photos --data x --steps 0"])
 def test_what_is_refused(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["quickstart", *words.split(), "--out", str(tmp_path / "out")])
