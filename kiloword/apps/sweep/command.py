@@ -50,6 +50,8 @@ class SweepOptions(BaseSettings):
 
 def read(argv: Sequence[str]) -> Sweep:
     """Read the words of a command line: the flags that are not the sweep's own are those of `train`."""
+    if not values_of(argv, "--out") and not {"-h", "--help"}.intersection(argv):
+        raise ValueError("sweep needs --out, the folder of the arms.")
     options, words = tyro.cli(SweepOptions, args=argv, prog="kiloword sweep METHOD", return_unknown_args=True)
     check(options)
     return Sweep(options, words)
@@ -103,6 +105,12 @@ class Sweep:
                 gc.collect()
             table = self._write(known)
         say_blocks([table])
+        counted = [arm["metrics"] for arm in known.values() if self._counts(arm)]
+        if omitted := sum("metrics" in arm for arm in known.values()) - len(counted):
+            say(f"omitted: {omitted} arms of other flags or another --eval")
+        if unknown := set(options.metric).difference(*counted):
+            names = ", ".join(sorted(set().union(*counted)))
+            warn(f"no arm has --metric {', '.join(sorted(unknown))}: expected one of {names}")
         say(f"page: {options.out / 'sweep.html'}")
         if failed := [arm["name"] for arm in arms if "error" in known[arm["name"]]]:
             say(f"{len(failed)} of {len(arms)} arms failed: {', '.join(failed)}")
@@ -112,14 +120,19 @@ class Sweep:
         """All arms, seed by seed, so that a sweep that is not finished has a whole table of fewer seeds."""
         settings: dict[str, list[str]] = {}
         for word in self.options.vary:
-            name, _, values = word.removeprefix("--").partition("=")
-            settings[name.replace("_", "-")] = values.split(",")
-            if not values or name in ("seed", "out", "dry-run"):
-                raise ValueError(f"--vary {word}: expected a setting of train with its values, as settings.k=1,16,32.")
+            name, _, joined = word.removeprefix("--").partition("=")
+            name, values = name.replace("_", "-"), joined.split(",")
+            if not joined or name in ("seed", "out", "dry-run"):
+                hint = " --seeds sets the seeds." if name == "seed" else ""
+                expected = "expected a setting of train with its values, as settings.k=1,16,32."
+                raise ValueError(f"--vary {word}: {expected}{hint}")
+            if name in settings or len({*values}) < len(values):
+                raise ValueError(f"--vary {word}: a setting or a value is given twice.")
+            settings[name] = values
         if not settings:
             raise ValueError("sweep needs a setting to vary, such as --vary settings.k=1,16,32.")
         first, arms = int((values_of(self.words, "--seed") or ("0",))[0]), list[Arm]()
-        combinations = list(itertools.product(*map(dict.fromkeys, settings.values())))
+        combinations = list(itertools.product(*settings.values()))
         for seed, chosen in itertools.product(range(first, first + self.options.seeds), combinations):
             varied, words = dict(zip(settings, chosen, strict=True)), [*self.words]
             for name, value in varied.items():

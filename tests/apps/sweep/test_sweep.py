@@ -93,6 +93,7 @@ def test_further_values_and_another_evaluation_train_only_what_is_new(
     ]  # fmt: skip
     assert read(tmp_path)["table"][0] == first
     sweep(tmp_path, "settings.k=1", "--eval", "retrieval=scenes:test?n=8", steps=1)
+    assert "omitted: 2 arms" in capsys.readouterr().out
     (evaluated,) = read(tmp_path)["table"]  # arms of another evaluation are omitted
     assert evaluated["metrics"]["loss"] == first["metrics"]["loss"]
     assert "text_retrieval_recall@1" in evaluated["metrics"]
@@ -134,7 +135,10 @@ def test_a_dry_run_lists_the_arms_and_writes_nothing(tmp_path: Path, capsys: pyt
         (["--vary", "settings.kk=1,2"], "--settings.kk"),
         (["--vary", "settings.k=0,1"], "--settings.k is 0"),
         (["--vary", "settings.k"], "settings.k=1,16"),
-        (["--vary", "seed=1,2"], "seed=1,2"),
+        (["--vary", "seed=1,2"], "--seeds"),
+        (["--vary", "settings.k=1", "settings.k=2"], "twice"),
+        (["--vary", "settings.k=1,1"], "twice"),
+        (["--vary", "optim.ep=1,2"], "optim.eps"),
         ([], "--vary settings.k"),
         (["--vary", "settings.k=1", "--seeds", "0"], "--seeds is 0"),
         (["--vary", "settings.k=1", "--eval", "zeroshoot=scenes"], "zeroshoot"),
