@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +14,6 @@ import numpy as np
 import pytest
 
 import growth
-import growth_points
 
 PAGE = Path(__file__).parents[2] / "docs" / "bench.md"
 
@@ -37,12 +39,18 @@ def test_a_series_stops_before_what_takes_too_long() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_is_what_a_point_takes_beyond_the_least(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def ready(n: int, folder: Path) -> growth_points.Call:
-        return growth_points.quiet(lambda: np.ones(n << 20, np.uint8))
-
-    monkeypatch.setitem(growth.SERIES, "order", growth_points.Series("", "", (1, 80), 1, 1, ready))
-    row = growth.point("order", 80, tmp_path)
+def test_memory_is_what_a_point_takes_beyond_the_least(tmp_path: Path) -> None:
+    """In a process of its own: one that has trained keeps memory that it freed, and uses it again."""
+    code = """
+import json, sys, growth, growth_points, numpy as np
+ready = lambda n, folder: growth_points.quiet(lambda: np.ones(n << 20, np.uint8))
+growth.SERIES["order"] = growth_points.Series("", "", (1, 80), 1, 1, ready)
+print(json.dumps(growth.point("order", 80, growth.Path(sys.argv[1]))))
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    row = json.loads(said.splitlines()[-1])
     assert 80 < row["peak_mb"] < 100
     assert 0 < row["cpu_s"] < 5
 
