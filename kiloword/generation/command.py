@@ -143,6 +143,8 @@ def write_captions(
     finished = _finished(out)
     if finished is not None:
         check_same(out, finished, file, "captions")
+        if is_first():
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed at its very end
     elif not is_first():
         fill(None, source, batch, read, compute, report)
         return None
