@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 TASKS = {
     "retrieval": "Rank images by text and texts by image: recall@k; mean average precision where truth is known.",
-    "compositional": "Compare scores of true captions with those of false ones: SugarCrepe, Winoground, ARO, VALSE.",
+    "compositional": "Compare the scores of true and false captions: SugarCrepe, Winoground, ARO, VALSE.",
     "winogavil": "Choose the images that people associate with a cue among several: Jaccard index, as DataComp.",
     "zeroshot": "Classify images by prompts of the class names: accuracy, or mean average precision of many labels.",
     "probe": "Fit a linear layer on frozen image features, and classify with it: accuracy.",
@@ -47,8 +47,8 @@ def evaluate(
     or opened; batch: images encoded at a time; workers: loader processes; skipped: receives the rows that cannot be
     used; blocks: receives what the page shows beside the metrics; options: fields of the task's `options`.
     Returns: metrics by name, and the number of skipped rows as "skipped". Of ranks that share the work (see
-    `distributed/sharing.py`) all know those of most tasks; what cannot be shared (caption's scores) is computed and
-    known by the first alone.
+    `distributed/sharing.py`) all know the metrics of most tasks; what cannot be shared (caption's scores) is known
+    to the first alone.
     Raises: ValueError for an unknown task or option, and for data that the task cannot use.
     """
     declared = find(task)
@@ -76,7 +76,6 @@ def run(task: Task, inputs: Inputs, options: Any, blocks: list[Block] | None = N
 def find(name: str) -> Task:
     """A task by its name. Raises: ValueError for an unknown one, with a close name."""
     if name not in TASKS:
-        hint = suggestion(name, TASKS) or " A task comes first: kiloword eval retrieval MODEL --data SRC."
-        raise ValueError(f"unknown task {name!r}; known: {', '.join(sorted(TASKS))}.{hint}")
+        raise ValueError(f"unknown task {name!r}; known: {', '.join(sorted(TASKS))}.{suggestion(name, TASKS)}")
     task: Task = import_module(f"kiloword.evaluation.{name}").TASK
     return task

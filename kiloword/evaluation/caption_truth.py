@@ -18,7 +18,7 @@ class JudgedCaption(NamedTuple):
     """One caption of one scene."""
 
     parsable: bool
-    statements: tuple[tuple[str, bool], ...] = ()  # of which of KINDS each is, and whether it is true
+    statements: tuple[tuple[str, bool], ...] = ()  # the kind of each statement, and whether it is true
     mentioned: int = 0  # objects of the scene that the caption names
 
     @property

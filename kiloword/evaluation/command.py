@@ -148,7 +148,7 @@ def run_suite(
     suite = read_suite(name)
     every, labelled = data_sets(suite, data, only), labels(models)
     problems = [
-        f"missing: {one.name} (looked for {', '.join([*one.places[:3], *['...'][: len(one.places) - 3]])})"
+        f"missing: {one.name} (looked for {', '.join(one.places[:3])}{', ...' if len(one.places) > 3 else ''})"
         for one in every
         if one.source is None
     ]

@@ -31,11 +31,7 @@ class Positives(NamedTuple):
 def truth(listed: Listed, items: int) -> Callable[[slice], Tensor]:
     """Rows of the listed queries -> [q, items] bool: which items are positives."""
     places = list(listed.values())
-
-    def of(q: slice) -> Tensor:
-        return torch.stack([torch.zeros(items).index_fill(0, torch.tensor(p), 1).bool() for p in places[q]])
-
-    return of
+    return lambda q: torch.stack([torch.zeros(items).index_fill(0, torch.tensor(p), 1).bool() for p in places[q]])
 
 
 def read_positives(src: str, data: CaptionedImages) -> Positives:
@@ -45,10 +41,8 @@ def read_positives(src: str, data: CaptionedImages) -> Positives:
     Raises: ValueError for files of another form, and when they have nothing to do with the data.
     """
     path, query = split_query(src)
-    file, annotations = (
-        Path(path).expanduser(),
-        read_options(path, query, {"captions": (unquote, "COCO's annotations")}),
-    )
+    file = Path(path).expanduser()
+    annotations = read_options(path, query, {"captions": (unquote, "COCO's annotations")})
     name = next((name for name in FILES if name in file.name), None)
     if name is None or "captions" not in annotations:
         raise ValueError(

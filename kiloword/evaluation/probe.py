@@ -83,7 +83,8 @@ class Split(NamedTuple):
 def run(inputs: Inputs, options: ProbeTaskOptions) -> Findings:
     """Fit on `train`, evaluate on `source`: `acc1`, `acc5`, `mean_per_class_recall`, as of `zeroshot`.
 
-    Also the accuracy on the training rows, their number, and the weight decay.
+    Also the accuracy on the training rows, their number, and the weight decay; with `val` the accuracy on it by weight
+    decay, as "sweep@0.01".
     Raises: ValueError for data that are the same, or of other classes, and for a class of less than `shots` images.
     """
     chosen, size = options.probe, inputs.matcher.model.config.image.size
@@ -111,9 +112,11 @@ def run(inputs: Inputs, options: ProbeTaskOptions) -> Findings:
     test, rows = encoded(inputs, of_test, pooled), split(source, "train")
     if chosen.shots:
         rows = drawn(rows, chosen.shots, source.fingerprint, chosen.seed)
-    count, tried = max(1 + int(torch.cat([rows.y, test.y]).max()), len(classes or of_test or ())), dict[float, float]()
-    if options.val is not None:
-        held = split(open_source(options.val, size) if isinstance(options.val, str) else options.val, "val")
+    val = open_source(options.val, size) if isinstance(options.val, str) else options.val
+    held, tried = None if val is None else split(val, "val"), dict[float, float]()
+    highest = max(int(part.y.max()) for part in (rows, test, held) if part is not None)
+    count = max(1 + highest, len(classes or of_test or ()))
+    if held is not None:
         decay, tried = sweep(
             6 if chosen.recipe == "lbfgs" else 2, lambda decay: accuracy(fit(rows, count, decay, chosen), held)
         )

@@ -95,7 +95,7 @@ def mine(options: Mine) -> None:
 
 
 def split_extra(corpus: Corpus, paths: Sequence[Path]) -> dict[str, Corpus]:
-    """All captions ("captions"); or the original captions ("own") and those of extra tables ("extra")."""
+    """All captions ("captions"); or the original captions ("own") and the captions of extra tables ("extra")."""
     tables = [CaptionTable(path) for path in paths]
     of_keys = [{caption for table in tables for caption in table.captions(key)} for key in corpus.keys]
     extra = np.array([caption in of_keys[n] for n, caption in zip(corpus.owner, corpus.captions, strict=True)])

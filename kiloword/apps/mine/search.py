@@ -70,10 +70,9 @@ def search(
             counts[1] += (mined & true).sum((1, 2)).cpu()
         per_image[r] += mined[0].sum(1).cpu()
         # ties, such as the 0 of missing features, in the order of the captions: far below float32's differences
-        ordered = values[0].to(torch.float32 if device == "mps" else torch.float64) - 1e-13 * torch.arange(
-            values.shape[2], device=device
-        )
-        place = ordered.masked_fill(~mined[0], -torch.inf).topk(min(most, values.shape[2]), 1).indices
+        width, exact = values.shape[2], torch.float32 if device == "mps" else torch.float64
+        ordered = values[0].to(exact) - 1e-13 * torch.arange(width, device=device)
+        place = ordered.masked_fill(~mined[0], -torch.inf).topk(min(most, width), 1).indices
         none = ~mined[0].gather(1, place)
         block = values.gather(2, place.expand(3, -1, -1)).masked_fill(none, -torch.inf).cpu()
         joined = torch.cat([scores[:, r], block], 2)

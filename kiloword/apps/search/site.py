@@ -84,7 +84,7 @@ class Site:
             with self.one:
                 found = by_text(library, self.matcher, asked["q"], SHOWN, within)
                 for tokens, read in self.matcher.tokenizer.cut([asked["q"]], self.matcher.model.config.text).values():
-                    about.append(f"The query has {tokens} tokens, of which the model reads {read}.")
+                    about.append(f"The query has {tokens} tokens; the model reads {read}.")
         else:
             found = [Match(row) for row in range(len(library))[:SHOWN]]
         return _page(title, about, asked, found, library)

@@ -33,7 +33,7 @@ eval; once it has run metrics or error."""
 class SweepOptions(BaseSettings):
     """Train once for every combination of values and every seed, then print a table: mean and standard deviation.
 
-    All other flags are those of `kiloword train` (kiloword train METHOD --help). The same command again resumes.
+    All flags of `kiloword train` are taken, too (kiloword train METHOD --help). The same command again resumes.
 
     Examples:
       kiloword sweep llip --vary settings.k=1,16,32,64 --seeds 3 --data scenes --eval retrieval=scenes:test --out runs/k
