@@ -20,7 +20,7 @@ from kiloword.types import Features, Pairs, Positives, Total
 
 if TYPE_CHECKING:
     from kiloword.model.heads import Head
-    from kiloword.types import PairBlocks
+    from kiloword.types import PairBlocks, PairLoss
 
 # whether backward runs with retain_graph; versions of torch without this function get copies
 _graph_is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
@@ -241,6 +241,18 @@ def sigmoid_loss(pairs: PairBlocks, positives: Positives, reduction: Literal["im
     return Total(total, total.new_full((), float(count)), pairs.rows)
 
 
+def weighted(positives: Positives, *parts: tuple[float, PairBlocks, PairLoss]) -> Total:
+    """The weighted sum of pair losses, each a mean, as one loss that the count of the first one divides."""
+    losses = [loss(pairs, positives) for _, pairs, loss in parts]
+    count = losses[0].count
+    total, rows = count.new_zeros(()), count.new_zeros(())
+    for (weight, pairs, _), one in zip(parts, losses, strict=True):
+        factor = weight * (sum_over_ranks(count) / sum_over_ranks(one.count))
+        total = total + factor * one.sum
+        rows = rows + factor * (pairs.rows if one.rows is None else one.rows)
+    return Total(total, count, rows)
+
+
 Anchors = Literal["apart", "together", "images", "texts"]
 
 
@@ -301,14 +313,6 @@ def log_sums(pairs: PairBlocks, positives: Positives, of_positives: bool = False
             side[:-1, part] = torch.logaddexp(side[:-1, part], logs)
             side[-1, part] += y.sum(dim)
     return sums[0], torch.cat(logsumexp_over_ranks(sums[1][:-1], sums[1][-1:]))
-
-
-def row_log_sums(pairs: PairBlocks, logits: Callable[[Pairs], Tensor] = lambda block: block.logits) -> Tensor:
-    """Log-sum-exps [I] over all columns. Args: logits: of a block, with -inf where a column does not count."""
-    sums = pairs.row("vec").new_full((pairs.shape[0],), -torch.inf)
-    for rows, columns in pairs.blocks():
-        sums[rows] = torch.logaddexp(sums[rows], logits(pairs.block(rows, columns)).detach().logsumexp(1))
-    return sums
 
 
 def logsumexp_over_ranks(logs: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

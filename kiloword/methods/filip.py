@@ -20,10 +20,9 @@ from kiloword.config.settings import BaseSettings, setting
 from kiloword.distributed.device import device_type
 from kiloword.losses import maxsim as scores
 from kiloword.losses.maxsim import Sides
-from kiloword.losses.pairs import softmax_loss
+from kiloword.losses.pairs import softmax_loss, weighted
 from kiloword.methods import clip
-from kiloword.methods.matryoshka import WHOLE, nested, whole_head
-from kiloword.methods.method import Component, Method, Part
+from kiloword.methods.method import WHOLE, Component, Method, Part, whole_head
 from kiloword.model.attention import Packing
 from kiloword.model.heads import Pooling, Single, unit
 from kiloword.model.image import extra
@@ -96,7 +95,10 @@ def with_whole(method: Method, weight: float) -> Method:
     if method.prepare is not None:
         raise ValueError(f"{method.name} prepares one head before training: use --settings.maxsim.whole 0.")
     plain = softmax_loss if method.pair_loss is filip_loss else method.pair_loss
-    loss = nested(method.pair_loss, lambda _: [WHOLE], weight, plain)
+
+    def loss(pairs: PairBlocks, positives: Positives) -> Total:
+        return weighted(positives, (1.0, pairs, method.pair_loss), (weight, pairs.beside(WHOLE), plain))
+
     return replace(method, further=(*method.further, whole_head), pair_loss=loss)
 
 

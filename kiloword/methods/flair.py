@@ -7,6 +7,7 @@ The score of a pair is the cosine of a text with the image's patches as that tex
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -16,11 +17,10 @@ from torch import Tensor, nn
 from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.distributed.collectives import ranks, sum_over_ranks
-from kiloword.losses.pairs import sigmoid_loss
+from kiloword.losses.pairs import sigmoid_loss, weighted
 from kiloword.losses.pertext import PerText
 from kiloword.methods import siglip
-from kiloword.methods.matryoshka import WHOLE, whole_head
-from kiloword.methods.method import Component, Method, Part
+from kiloword.methods.method import WHOLE, Component, Method, Part, whole_head
 from kiloword.model.heads import Single, unit
 from kiloword.model.image import extra
 from kiloword.model.pooling import ImagePool, TextPool
@@ -64,13 +64,12 @@ def attended(method: Method, settings: FlairSettings) -> Method:
         method,
         pooling=Part(Attended, settings),
         further=(*method.further, whole_head) if settings.whole else method.further,
-        pair_loss=FlairLoss(settings.whole, settings.other_texts),
+        pair_loss=partial(flair_loss, share=settings.whole, other_texts=settings.other_texts),
         captions="all",
     )
 
 
-@dataclass(frozen=True)
-class FlairLoss:
+def flair_loss(pairs: PairBlocks, positives: Positives, share: float, other_texts: Literal["all", "one"]) -> Total:
     """Sigmoid losses of attended patches and of whole images, the latter a mean over texts.
 
     For attended patches the authors' code compares an image with its own K texts and one text of every other image,
@@ -78,21 +77,11 @@ class FlairLoss:
     several ranks they sum losses of the ranks' batches; here the batch is one. They have one scale and bias for both
     losses; here each has its own. Source: arXiv:2412.03561 (text-conditioned and multi-positive sigmoid loss).
     """
-
-    share: float
-    other_texts: Literal["all", "one"] = "one"
-
-    def __call__(self, pairs: PairBlocks, positives: Positives) -> Total:
-        one = self.other_texts == "one"
-        attended = as_one_text(pairs, positives) if one else sigmoid_loss(pairs, positives, reduction="texts")
-        if not self.share:
-            return attended
-        whole = sigmoid_loss(pairs.beside(WHOLE), positives, reduction="texts")
-        assert attended.rows is not None
-        assert whole.rows is not None
-        factor = self.share * sum_over_ranks(attended.count) / sum_over_ranks(whole.count)
-        rows = (1 - self.share) * attended.rows + factor * whole.rows
-        return Total((1 - self.share) * attended.sum + factor * whole.sum, attended.count, rows)
+    of_texts = partial(sigmoid_loss, reduction="texts")
+    attended = as_one_text if other_texts == "one" else of_texts
+    if not share:
+        return attended(pairs, positives)
+    return weighted(positives, (1 - share, pairs, attended), (share, pairs.beside(WHOLE), of_texts))
 
 
 def as_one_text(pairs: PairBlocks, positives: Positives) -> Total:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import BaseSettings, setting
+from kiloword.losses.pairs import weighted
 from kiloword.methods.method import Component, Method
 from kiloword.model.heads import Head, Pooling, Scale, unit
-from kiloword.types import Features, PairBlocks, PairLoss, Positives, Total
+from kiloword.types import Features, PairBlocks, Positives, Total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,40 +54,12 @@ def matryoshka(method: Method, settings: Settings) -> Method:
         dims = prefixes(config.head.dim, settings.smallest)
         return {f"prefix_{dim}": Head(Prefix(dim), scale=scale) for dim in dims}
 
-    def names(pairs: PairBlocks) -> list[str]:
-        return [f"prefix_{dim}" for dim in prefixes(pairs.row("vec").shape[1], settings.smallest)]
-
-    loss = nested(method.pair_loss, names, settings.weight)
-    return replace(method, further=(*method.further, heads), pair_loss=loss)
-
-
-WHOLE = "whole"  # the head of a second loss of whole images and texts
-
-
-def whole_head(config: ModelConfig, scale: Scale) -> dict[str, Head]:
-    """A head for the cosine of the vectors "vec" of whole images and texts."""
-    return {WHOLE: Head(Pooling(), scale=scale)}
-
-
-def nested(
-    pair_loss: PairLoss, heads: Callable[[PairBlocks], Sequence[str]], weight: float, inner: PairLoss | None = None
-) -> PairLoss:
-    """The pair loss, and `weight` times that of each further head, summed; of prefixes: arXiv:2205.13147, eq. 1.
-
-    Args: heads: their names; inner: their pair loss, where it is another one.
-    """
-
     def loss(pairs: PairBlocks, positives: Positives) -> Total:
-        whole = pair_loss(pairs, positives)
-        total, rows = whole.sum, pairs.rows if whole.rows is None else whole.rows
-        for name in heads(pairs):
-            beside = pairs.beside(name)
-            part = (inner or pair_loss)(beside, positives)
-            total = total + weight * part.sum
-            rows = rows + weight * (beside.rows if part.rows is None else part.rows)
-        return Total(total, whole.count, rows)
+        dims = prefixes(pairs.row("vec").shape[1], settings.smallest)
+        parts = ((settings.weight, pairs.beside(f"prefix_{dim}"), method.pair_loss) for dim in dims)
+        return weighted(positives, (1.0, pairs, method.pair_loss), *parts)
 
-    return loss
+    return replace(method, further=(*method.further, heads), pair_loss=loss)
 
 
 COMPONENTS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.data.source import texts_of
-from kiloword.losses.pairs import row_log_sums
+from kiloword.losses.pairs import softmax_loss
 from kiloword.methods.method import Component, Method, Part, ScaledContrast
 from kiloword.model.model import Model
 from kiloword.randomness import Draw
@@ -27,7 +27,6 @@ from kiloword.types import (
     Fetch,
     Input,
     PairBlocks,
-    Pairs,
     Source,
     Total,
 )
@@ -121,17 +120,8 @@ def contrast(pairs: PairBlocks) -> Total:
 
     The image-to-text half of arXiv:2210.01936, section 4; the pair loss of the method has both directions.
     """
-    swapped_columns = pairs.column("swapped")
-    sums = row_log_sums(pairs)
-    images, captions = pairs.row("position"), pairs.column("position").masked_fill(swapped_columns, -1).sort().values
-    counts = torch.searchsorted(captions, images, right=True) - torch.searchsorted(captions, images)
-
-    def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
-        share = (block.annotated & ~swapped_columns[columns]) / counts[rows, None]
-        log = block.logits - sums[rows, None]
-        return -(share * log).sum(1), log.exp() - share
-
-    return Total(pairs.total(loss), sums.new_full((), float(pairs.shape[0])))
+    half = softmax_loss(pairs, lambda p: (p.annotated & ~p.texts["swapped"]).to(p.logits), "images")
+    return replace(half, sum=2 * half.sum)
 
 
 COMPONENTS = {

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kiloword.config.settings import ABOVE_0, BaseSettings, setting
-from kiloword.distributed.collectives import extreme_over_ranks, sum_over_ranks
-from kiloword.losses.pairs import sigmoid_loss, softmax_loss
+from kiloword.distributed.collectives import extreme_over_ranks
+from kiloword.losses.pairs import sigmoid_loss, softmax_loss, weighted
 from kiloword.methods.method import Component, Method
 from kiloword.methods.prolip.gaussian import GaussianSettings
 from kiloword.methods.prolip.inclusion import InclusionSettings
@@ -78,7 +78,7 @@ def matched(method: Method, settings: Matching) -> Method:
 
 
 def deterministic(method: Method, settings: Deterministic) -> Method:
-    """Add a loss on the means of Gaussians: PCME++ and CLIP, or ProLIP and SigLIP.
+    """Add a loss on the means of Gaussians: PCME++ and CLIP, or ProLIP and SigLIP (arXiv:2410.18857, table C.3).
 
     Raises: ValueError for a method with several vectors per image.
     """
@@ -87,13 +87,17 @@ def deterministic(method: Method, settings: Deterministic) -> Method:
             "deterministic compares one mean per image with one per text, but the pooling of "
             f"{method.name} does not give one vector per image: omit +deterministic."
         )
+    of_means: PairLoss = softmax_loss if settings.loss == "softmax" else sigmoid_loss
     if settings.loss == "softmax":
         scale = Scale(settings.scale or 1 / 0.07, limit=settings.max_scale)
     else:
         scale = Scale(settings.scale or 10.0, settings.bias)
-    loss = partial(with_means, main=method.pair_loss, loss=settings.loss, weight=settings.weight)
+
+    def with_means(pairs: PairBlocks, positives: Positives) -> Total:
+        return weighted(positives, (1.0, pairs, method.pair_loss), (settings.weight, pairs.beside(MEANS), of_means))
+
     heads = (*method.further, lambda config, score: {MEANS: Head(Pooling(), scale=scale)})
-    return replace(method, pair_loss=loss, further=heads)
+    return replace(method, pair_loss=with_means, further=heads)
 
 
 def matching_loss(
@@ -134,22 +138,6 @@ def _thresholds(pairs: PairBlocks) -> tuple[Tensor, Tensor]:
         of_text[columns] = of_text[columns].minimum(annotated.amin(0))
     margin = ROUNDING * torch.finfo(of_image.dtype).eps
     return of_image - margin, extreme_over_ranks(of_text, "least") - margin
-
-
-def with_means(
-    pairs: PairBlocks, positives: Positives, main: PairLoss, loss: Literal["softmax", "sigmoid"], weight: float
-) -> Total:
-    """A pair loss plus a softmax or sigmoid loss of the means, scored by the auxiliary head "deterministic".
-
-    The second sum is scaled such that dividing by the first count gives both means.
-    Source: arXiv:2410.18857, table C.3.
-    """
-    means = softmax_loss if loss == "softmax" else sigmoid_loss
-    first, second = main(pairs, positives), means(pairs.beside(MEANS), positives)
-    factor = weight * sum_over_ranks(first.count) / sum_over_ranks(second.count)
-    assert first.rows is not None
-    assert second.rows is not None
-    return Total(first.sum + factor * second.sum, first.count, first.rows + factor * second.rows)
 
 
 COMPONENTS = {

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from kiloword.config.recipes import AugmentConfig, ModelConfig
 from kiloword.config.settings import ABOVE_0, BaseSettings, setting
-from kiloword.losses.pairs import row_log_sums
 from kiloword.methods import clip
 from kiloword.methods.method import Component, Contrast, Method, Part
 from kiloword.model.heads import Head, Pooling, Scale, unit
@@ -94,7 +93,9 @@ def nt_xent(pairs: PairBlocks) -> Total:
         itself = block.images["place"][:, None] == block.texts["place"]
         return block.logits.masked_fill(itself, -torch.inf), block.annotated & ~itself
 
-    sums = row_log_sums(pairs, lambda block: masked(block)[0])
+    sums = pairs.row("vec").new_full((pairs.shape[0],), -torch.inf)
+    for rows, columns in pairs.blocks():
+        sums[rows] = torch.logaddexp(sums[rows], masked(pairs.block(rows, columns))[0].logsumexp(1))
 
     def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         logits, positive = masked(block)

@@ -14,10 +14,10 @@ from torch import Tensor
 from cases import mostly_slow
 from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.losses.pairs import sigmoid_loss
+from kiloword.losses.pairs import sigmoid_loss, softmax_loss, weighted
 from kiloword.methods.defaults import MUON, default_recipe
 from kiloword.methods.method import annotated
-from kiloword.methods.pcmepp import matching_loss, with_means
+from kiloword.methods.pcmepp import matching_loss
 from kiloword.methods.registry import preset
 from kiloword.models.build import build
 from kiloword.models.model_folder import save_model
@@ -292,7 +292,8 @@ def test_equal_captions_are_equally_near_however_the_pairs_are_cut(chunk: int) -
 @pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
 def test_a_loss_of_means_beside_that_of_gaussians(loss: Any, own: Any, chunk: int) -> None:
     (images, texts, leaves), head = sides(), gaussian_head(loss=loss)
-    total = with_means(blocks(head, images, texts, chunk), annotated, own, loss, 0.7)
+    pairs, of_means = blocks(head, images, texts, chunk), {"softmax": softmax_loss, "sigmoid": sigmoid_loss}[loss]
+    total = weighted(annotated, (1.0, pairs, own), (0.7, pairs.beside("deterministic"), of_means))
     assert total.rows is not None
     torch.testing.assert_close(total.rows.sum(), total.sum.detach(), rtol=1e-12, atol=0)
 
