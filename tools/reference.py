@@ -43,7 +43,6 @@ REQUIRED = Path("required")  # where a setting has no default
 TITLES = {  # of the groups of settings that are no table of a recipe file
     "": "Folder and length",
     "origin": "Where settings come from",
-    "mixing": "Components",
     "options": "How the run is carried out",
     "recipe": "Model, method and batch",
 }

@@ -8,14 +8,13 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 
 import torch
 
 from kiloword.__version__ import __version__
-from kiloword.config.options import Mixing
 from kiloword.config.recipes import ModelConfig, sizes
 from kiloword.distributed.device import cores
 from kiloword.errors import needs
@@ -35,8 +34,7 @@ class Methods:
         """Print two tables."""
         every = [slots(preset(name)) for name in names()]
         say_table([list(one.values()) for one in every], *every[0])
-        flags = " ".join(f"--{f.name.replace('_', '-')}" for f in fields(Mixing))
-        say(f"Components fill a slot of another method: kiloword train siglip+NAME, or a flag with NAME: {flags}.")
+        say("Components fill a slot of another method: kiloword train siglip+NAME.")
         say_table([(name, c.slot, c.summary) for name, c in components().items()], "component", "slot", "summary")
 
 

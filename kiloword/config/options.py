@@ -1,4 +1,4 @@
-"""Options of a run that are not part of its recipe: how it is carried out, and components of its method."""
+"""Options of a run that are not part of its recipe: where that comes from, and how it is carried out."""
 
 from __future__ import annotations
 
@@ -11,23 +11,6 @@ from kiloword.config.settings import BaseSettings, check, setting
 Parallel = Literal["ddp", "fsdp"]
 Checkpointing = Literal["none", "whole", "selective"]
 Compile = Literal["none", "blocks", "towers"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mixing(BaseSettings):
-    """Components of other methods (`kiloword methods`), one or several for each slot."""
-
-    pooling: str | None = setting(None, "another method's pooling: contextual, attended, maxsim")
-    transforms: str | None = setting(None, "another method's transforms: compose, mixup, cutmix, stylistic")
-    positives: str | None = setting(None, "another method's positives: mined, exact, fff")
-    pair_loss: str | None = setting(None, "another method's pair loss: softmax, sigmoid, supcon, ppcl, matching")
-    uncertainty: str | None = setting(None, "gaussian: features with a variance")
-    contrasts: tuple[str, ...] = setting(
-        (), "further pair losses, one or several: simclr, reinforced, negatives, clic, text-crops, concepts"
-    )
-    terms: tuple[str, ...] = setting(
-        (), "more terms of the loss, one or several: caption, mim, inclusion, self-distill, superclass"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

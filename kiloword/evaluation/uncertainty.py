@@ -51,7 +51,7 @@ def run(inputs: Inputs, options: NoOptions) -> Findings:
     if matcher.model.head.uncertainty is None:
         raise ValueError(
             "this model's features have no variance, so there is no uncertainty to evaluate: train one with "
-            "`kiloword train prolip`, or any method with --uncertainty gaussian."
+            "`kiloword train prolip`, or any method with +gaussian."
         )
     data = captioned(inputs)
     texts, image = matcher.encode_text(data.captions), torch.tensor(data.image_of_text)

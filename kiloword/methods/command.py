@@ -13,14 +13,12 @@ from tyro.conf import arg
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from kiloword.config import papers
-from kiloword.config.options import Mixing
 from kiloword.config.papers import NamedRecipe
 from kiloword.config.settings import Nothing, check, leaves, parse
 from kiloword.errors import suggestion
 from kiloword.terminal import say
 
 HELP = ("-h", "--help", "--help-all")
-MIXING = tuple(f"--{f.name.replace('_', '-')}" for f in fields(Mixing))  # flags that name a component for a slot
 REGISTRY = ConstructorRegistry()
 
 
@@ -43,7 +41,7 @@ class MethodWords:
     """The words of a verb: its method, and flags that are not parsed yet, as their defaults depend on some of them."""
 
     verb: str
-    method: str  # with the components that flags name; "" where only help is requested
+    method: str  # with its components; "" where only help is requested
     flags: Sequence[str]
     settings: type = Nothing  # of the method
     recipe: NamedRecipe | None = None  # of --recipe or --config
@@ -94,12 +92,12 @@ def _common(run: Any) -> type:
 def method_words(argv: Sequence[str], example: str) -> MethodWords:
     """The method, the recipe and the flags of a verb, with which the example begins.
 
-    Raises: ValueError without a method or for an unknown one, as `named_recipe` and `mixed`.
+    Raises: ValueError without a method or for an unknown one, and as `named_recipe`.
     """
     verb, method = example.split()[0], argv[0] if argv and not argv[0].startswith("-") else ""
     flags = argv[1:] if method else argv
     recipe = named_recipe(method, *((values_of(flags, flag) or (None,))[0] for flag in ("--recipe", "--config")))
-    method = mixed(method or (recipe.method if recipe else ""), flags)
+    method = method or (recipe.method if recipe else "")
     if not method:
         if not set(HELP) & set(flags):
             raise ValueError(f"{verb} needs a method first, e.g. kiloword {example} (`kiloword methods`).")
@@ -138,26 +136,6 @@ def method_settings(named: NamedRecipe, kind: type) -> Any:
         return parse(named.settings(), kind, strict=True)
     except ValueError as e:
         raise ValueError(f"recipe {named.name}: settings: {e}") from e
-
-
-def mixed(method: str, flags: Sequence[str]) -> str:
-    """The method with the components that flags name: llip, --transforms compose -> "llip+compose".
-
-    Raises: ValueError for a component that its flag does not take.
-    """
-    if values_of(flags, "--captions") == ("many",):
-        raise ValueError(f"--captions is 'many': expected one, all or a number, or {method or 'METHOD'}+many.")
-    chosen = [(flag, word) for flag in MIXING for word in values_of(flags, flag)]
-    if not (method and chosen):
-        return method
-    from kiloword.methods.registry import components
-
-    for flag, word in chosen:
-        slot = flag.removeprefix("--").replace("-", " ")
-        fits = [name for name, component in components().items() if component.slot == slot]
-        if ":" not in word and word not in fits:
-            raise ValueError(f"{flag} is {word!r}: expected {' or '.join(fits)}.")
-    return "+".join([method, *(word for _, word in chosen)])
 
 
 def values_of(words: Sequence[str], flag: str) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.data.source import texts_of

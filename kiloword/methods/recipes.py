@@ -10,7 +10,8 @@ from typing import Any, Literal
 from tyro.conf import Positional
 
 from kiloword.config import papers
-from kiloword.config.papers import LENGTHS, TOWERS, NamedRecipe, RecipeValue
+from kiloword.config.papers import LENGTHS, NamedRecipe, RecipeValue
+from kiloword.config.recipes import Recipe
 from kiloword.config.settings import leaves
 from kiloword.files import write_json
 from kiloword.terminal import say
@@ -61,20 +62,15 @@ class Recipes:
             write_json(self.json, plain)
 
 
-def report(named: NamedRecipe, recipe: Any, length: dict[str, Any], replaced: str) -> list[str]:
-    """Every value of a recipe with its source, and what this run has instead. Args: recipe: as it runs; length: of its
-    flags; replaced: the flag that replaces the towers, or ""."""
+def report(named: NamedRecipe, recipe: Recipe, length: dict[str, Any]) -> list[str]:
+    """Every value of a recipe with its source, and what this run has instead. Args: length: of its flags."""
     lines = [f"recipe     {named.name}{f': {named.about}' if named.about else ''}"]
-    now = {leaf.path: leaf.value for leaf in leaves(recipe)} | length | dict(_leaves(recipe.settings, "settings."))
+    now = {leaf.path: leaf.value for leaf in leaves(recipe)} | dict.fromkeys(LENGTHS) | length
+    now |= dict(_leaves(recipe.settings, "settings."))
     for name, entry in papers.expanded(named).items():
-        note = _source(entry)
-        if replaced and (name.startswith(TOWERS) or name == "size"):
-            note = f"replaced by {replaced}"
-        elif name in LENGTHS and name not in length:
-            note = f"replaced by --{next(iter(length), 'steps')}"
-        elif name in now and _plain(now[name]) != _plain(entry.value):
-            note = f"here {_text(now[name])}; {note}"
-        lines.append(f"  {name:32} {_text(entry.value):16} {note}".rstrip())
+        here = now.get(name, entry.value)
+        changed = "" if _plain(here) == _plain(entry.value) else f"here {_text(here)}; "
+        lines.append(f"  {name:32} {_text(entry.value):16} {changed}{_source(entry)}".rstrip())
     return lines
 
 

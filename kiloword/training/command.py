@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import tyro
 
-from kiloword.config.options import Mixing, RecipeFlags, RunOptions
+from kiloword.config.options import RecipeFlags, RunOptions
 from kiloword.config.papers import LENGTHS, fill
 from kiloword.config.recipes import Recipe
 from kiloword.config.settings import BaseSettings, about, check, lacks, leaves, setting
@@ -31,7 +31,7 @@ class Train(BaseSettings):
       kiloword train siglip --data scenes --out runs/first
       kiloword train clip --data photos/train --val photos/dev --out runs/photos --epochs 30
       kiloword train siglip --data table.csv --out runs/table --size s16 --optim.lr 1e-3 --workers 8
-      kiloword train llip --transforms compose --positives mined --features features --data photos/train --out runs/mix
+      kiloword train llip+compose+mined --features features --data photos/train --out runs/mix
       kiloword train --recipe llip-b32 --data tars --out runs/llip
     """
 
@@ -40,7 +40,6 @@ class Train(BaseSettings):
         "data": "data val features captions",
         "length": "steps epochs samples batch",
         "model": "size init image-tower text-tower",
-        "loss": "transforms positives pair-loss pooling uncertainty terms",
         "optimization": "optim.name optim.lr optim.muon-lr optim.warmup",
         "hardware": "device workers precision micro",
         "run": "out seed dry-run",
@@ -52,7 +51,6 @@ class Train(BaseSettings):
     samples: int | None = setting(None, "length in images seen")
     dry_run: bool = setting(False, "print what would run, and stop")
     origin: RecipeFlags = field(default_factory=RecipeFlags, metadata=about(flag=""))
-    mixing: Mixing = field(default_factory=Mixing, metadata=about(flag=""))
     options: RunOptions = field(default_factory=RunOptions, metadata=about(flag=""))
     recipe: Recipe = field(metadata=about(flag=""))
 
@@ -113,7 +111,7 @@ def _about_recipe(words: MethodWords, args: Train) -> list[str]:
         return []
     replaced = towers_flag(words.recipe, words.first("--size"), words.first("--init"))
     length = {name: value for name in LENGTHS if (value := getattr(args, name)) is not None}
-    lines = report(words.recipe, args.recipe, length, replaced)
+    lines = report(words.recipe, args.recipe, length)
     if not args.dry_run:
         lines = [f"{lines[0]} ({len(lines) - 1} values; --dry-run prints them)"]
     if replaced:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
-from kiloword.config.options import Mixing
-from kiloword.config.settings import BaseSettings, about, setting
+from kiloword.config.settings import BaseSettings, setting
 from kiloword.methods.command import method_words
 from kiloword.terminal import say
 
@@ -24,16 +23,12 @@ class Verify(BaseSettings):
       kiloword verify siglip+mine:component
     """
 
-    common: ClassVar[dict[str, str]] = {
-        "checks": "ranks trunks",
-        "loss": "transforms positives pair-loss pooling uncertainty contrasts terms",
-    }
+    common: ClassVar[dict[str, str]] = {"checks": "ranks trunks"}
 
     ranks: tuple[int, ...] = setting((1, 2, 4), "numbers of processes to compare")
     trunks: Literal["none", "cached", "frozen", "tuned"] = setting(
         "none", "towers on trunks of other libraries, with random weights: frozen, tuned, or their tokens cached"
     )
-    mixing: Mixing = field(default_factory=Mixing, metadata=about(flag=""))
 
 
 @dataclass(frozen=True)

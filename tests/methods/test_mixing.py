@@ -13,7 +13,6 @@ from PIL import Image
 
 from cases import mostly_slow
 from kiloword.cli.main import main
-from kiloword.methods.command import mixed
 from kiloword.methods.defaults import MUON, default_recipe
 from kiloword.methods.registry import names
 from kiloword.model.heads import Scale
@@ -137,18 +136,9 @@ def test_the_scale_of_a_mix(name: str, settings: dict[str, Any], expected: Scale
     )
 
 
-def test_flags_name_components() -> None:
-    assert mixed("clip", ["--pair-loss", "sigmoid", "--out", "x"]) == "clip+sigmoid"
-    assert mixed("clip", ["--pair_loss=sigmoid"]) == "clip+sigmoid"
-    assert mixed("clip", ["--out", "x"]) == "clip"
-    assert mixed("clip", ["--terms", "caption", "mim"]) == "clip+caption+mim"
-    with pytest.raises(ValueError, match="--transforms"):
-        mixed("clip", ["--transforms", "sigmoid"])
-
-
 def test_a_mix_trains_from_the_command_line_and_its_model_loads(tmp_path: Path) -> None:
     run = ["--data", "scenes?n=64", "--size", "debug", "--batch", "8", "--steps", "2", "--vocab", "300"]
-    main(["train", "clip", "--pair-loss", "sigmoid", "--settings.sigmoid.bias", "-4", *run, "--out", str(tmp_path)])
+    main(["train", "clip+sigmoid", "--settings.sigmoid.bias", "-4", *run, "--out", str(tmp_path)])
     file = json.loads((tmp_path / "model" / "config.json").read_text())
     assert file["method"] == "clip+sigmoid"
     assert file["settings"]["sigmoid"]["bias"] == -4

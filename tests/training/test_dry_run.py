@@ -16,7 +16,7 @@ from kiloword.methods.registry import names
 from tars import photo
 
 SMALL = ("--batch", "8", "--steps", "1", "--size", "debug", "--vocab", "300", "--log-every", "1")
-MORE = {"fff": ("--settings.positives", "annotated"), "llip": ("--transforms", "compose")}
+MORE = {"fff": ("--settings.positives", "annotated")}
 
 QUICK = ("llip", "prolip")  # the slots that change the model
 

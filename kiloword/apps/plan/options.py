@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from tyro.conf import arg
 
-from kiloword.config.options import Mixing, RecipeFlags
+from kiloword.config.options import RecipeFlags
 from kiloword.config.recipes import NO_MICRO, ModelConfig, OptimConfig
 from kiloword.config.settings import ABOVE_0, BaseSettings, about, setting
 from kiloword.config.settings import check as check_settings
@@ -54,7 +54,6 @@ class Plan(BaseSettings):
         "recipe": "recipe config",
         "length": "samples batch tokens captions",
         "model": "size image-tower text-tower",
-        "loss": "transforms positives pair-loss pooling uncertainty terms",
         "hardware": "gpus gpu flops memory bandwidth utilisation",
         "execution": "parallel checkpointing micro precision",
         "results": "json",
@@ -84,7 +83,6 @@ class Plan(BaseSettings):
     tokens: float = setting(20.0, "mean number of tokens of a caption, start and end included", 1)
     captions: int = setting(0, "captions per image; 0: one, or six if the method takes all", 0)
     origin: RecipeFlags = field(default_factory=RecipeFlags, metadata=about(flag=""))
-    mixing: Mixing = field(default_factory=Mixing, metadata=about(flag=""))
     json: Path | None = setting(None, "write all figures to this file")
     optim: OptimConfig = field(default_factory=OptimConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
