@@ -55,7 +55,7 @@ class EvaluateSuite:
     models: Annotated[Some[str], arg(metavar=MODELS)]  # model folders
     data: Annotated[Path, arg(metavar="ROOT")]  # the folder that holds the data sets
     only: tuple[str, ...] = ()  # names of data sets or groups; default: all
-    dry_run: bool = False  # say which data sets are there, and evaluate nothing
+    dry_run: bool = False  # say what would be evaluated, and what --out has already
     output: Flat[Output] = field(default_factory=Output)
     execution: Flat[Execution] = field(default_factory=Execution)
 

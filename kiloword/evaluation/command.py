@@ -7,7 +7,7 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,17 +17,22 @@ from kiloword.__version__ import __version__
 from kiloword.config import execution as common
 from kiloword.config.execution import Flat
 from kiloword.errors import sentence_of, suggestion
-from kiloword.evaluation.suite import Entry, Suite, exists, read_suite
+from kiloword.evaluation.suite import Suite, exists, read_suite
 from kiloword.evaluation.task import TOKEN_TASKS, Inputs, Task
 from kiloword.files import SaveError, write_atomic, write_json
 from kiloword.models.trust import NONE, Trust
 from kiloword.report import made_by, write_page
 from kiloword.report.blocks import Block, Page, Table
 from kiloword.terminal import say, warn
+from kiloword.terminal.screen import say_table
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
     from kiloword.types import Source
+
+
+LONG = 16  # a longer table of metrics stands below the plots of a page
+ROUNDING = 1e-12  # what is smaller is shown as 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +64,7 @@ class Evaluation:
     task: Task
     options: Any
     source: str | None  # SRC; None: it is not there
-    counts: tuple[str, ...] = ()  # the metrics whose mean counts in a suite
+    counts: tuple[str, ...] = ()  # the metrics whose mean counts in a suite; of a single evaluation none
     groups: tuple[str, ...] = ()  # of the suite
     places: Sequence[str] = ()  # where a suite looks for it
     results: dict[str, dict[str, float]] = field(default_factory=dict)  # model -> metrics
@@ -88,10 +93,10 @@ class Evaluation:
         """Model -> the value that counts."""
         return {model: self.value(metrics) for model, metrics in self.results.items()}
 
-    def rows(self) -> dict[str, dict[str, float]]:
-        """Every metric that is printed, by model."""
-        names = filter(self.task.prints, dict.fromkeys(name for metrics in self.results.values() for name in metrics))
-        return {n: {model: values[n] for model, values in self.results.items() if n in values} for n in names}
+    def rows(self, models: Sequence[str]) -> list[list[Any]]:
+        """Every metric that is printed, and its value of each model, None where it has none."""
+        names = dict.fromkeys(name for metrics in self.results.values() for name in metrics)
+        return [[n, *(self.results.get(m, {}).get(n) for m in models)] for n in names if self.task.prints(n)]
 
     def without_model(self, folder: str) -> Any:
         """Options of a task that takes what is named in place of a model, else None."""
@@ -114,19 +119,21 @@ def main(
     """
     if len(models) > 1 and getattr(options, "results", None) is not None:
         raise ValueError("--results is one file: give one model at a time.")
-    one = Evaluation(data, task, options, data)
+    one, names = Evaluation(data, task, options, data), labels(models)
 
     def finish() -> None:
-        rows, labelled = one.rows(), list(one.results)
-        say(*columns([((name,), values) for name, values in rows.items()], labelled))
+        rows = one.rows(list(one.results))
+        _print(rows, list(one.results))
         if json is not None:
-            write_json(json, one.results if len(models) > 1 else one.results[labelled[0]])
+            several = {"models": dict(zip(names, models, strict=True)), **one.results}
+            metrics = several if len(models) > 1 else {"model": models[0], **one.results[names[0]]}
+            write_json(json, {"data": data, "version": __version__, **metrics})
         if html is not None:
-            cells = [[n, *(number(of[model]) if model in of else None for model in labelled)] for n, of in rows.items()]
-            metrics: dict[str, Sequence[Block]] = {"Metrics": [Table(cells, ["metric", *labelled])]}
+            cells = [[name, *(None if value is None else number(value) for value in values)] for name, *values in rows]
+            table: dict[str, Sequence[Block]] = {"Metrics": [Table(cells, ["metric", *one.results])]}
             shown = {label: blocks for label, blocks in one.blocks.items() if blocks}
-            sections = shown | metrics if len(cells) > LONG else metrics | shown
             intro = f"{evaluation.TASKS[task.name]}\n\nData: {data}"
+            sections = shown | table if len(cells) > LONG else table | shown
             write_page(html, Page(task.name.capitalize(), intro, sections, made_by(models, data)))
 
     evaluate_all(models, [one], execution, finish, page=html is not None)
@@ -143,98 +150,96 @@ def run_suite(
 ) -> None:
     """Evaluate models on the data sets of a suite, print the table, write what is asked for.
 
-    Exits with 1 where a data set failed.
+    Args: dry_run: only say what would be evaluated, and what `output.out` has already.
+    Exits with 1 where a data set is missing or failed.
     """
     suite = read_suite(name)
-    every, labelled = data_sets(suite, data, only), labels(models)
+    every, names = data_sets(suite, data, only), labels(models)
     problems = [
-        f"missing: {one.name} (looked for {', '.join(one.places[:3])}{', ...' if len(one.places) > 3 else ''})"
-        for one in every
-        if one.source is None
+        f"missing: {one.name} (looked for as {', '.join(one.places[:3])})" for one in every if one.source is None
     ]
-    if dry_run:
-        say(*(f"{one.name}: {one.task.name} on {one.source}, {one.metric}" for one in every if one.source is not None))
+
+    def plan() -> None:
+        for one in (one for one in every if one.source is not None):
+            stored = f" (stored: {', '.join(one.results)})" if one.results else ""
+            say(f"{one.name}: {one.task.name} on {one.source}, {one.metric}{stored}")
         say(*problems)
-        return
 
     def finish() -> None:
-        means = averages(suite, every, labelled)
-        rows = [((one.name, one.metric), one.values()) for one in every if one.state == "evaluated"]
-        rows += [
-            (
-                (group, f"mean of {mean['of']}" if mean["complete"] else f"{mean['n']} of {mean['of']}, incomplete"),
-                mean["values"],
-            )
-            for group, mean in means.items()
-            if mean["n"]
-        ]
+        means = averages(suite, every, names)
+        found = [((one.name, one.metric), one.values()) for one in every if one.state == "evaluated"]
+        for group, mean in ((group, mean) for group, mean in means.items() if mean["n"]):
+            what = f"mean of {mean['of']}" if mean["complete"] else f"{mean['n']} of {mean['of']}, incomplete"
+            found.append(((group, what), mean["values"]))
+        rows = [[*row, *map(values.get, names)] for row, values in found]
         failed = [f"failed: {one.name} with {model}: {why}" for one in every for model, why in one.errors.items()]
-        say(*columns(rows, labelled), *problems, *failed)
-        table = [[*names, *map(values.get, labelled)] for names, values in rows]
+        _print(rows, names)
+        say(*problems, *failed)
         if output.json is not None:
-            sets = {  # docs/suites.md describes the keys
-                one.name: {
-                    "state": one.state,
-                    "task": one.task.name,
-                    "metric": list(one.counts),
-                    "groups": list(one.groups),
-                    "source": one.source,
-                    "values": one.values(),
-                    "metrics": one.results,
-                    **({"errors": one.errors} if one.errors else {}),
-                    **({"looked_for": one.places} if one.source is None else {}),
-                }
-                for one in every
-            }
-            write_json(output.json, {"suite": suite.name, "data": str(data), "data_sets": sets, "averages": means})
+            sets = {one.name: _recorded(one) for one in every}
+            made = {"models": dict(zip(names, models, strict=True)), "version": __version__}
+            write_json(
+                output.json, {"suite": suite.name, "data": str(data), **made, "data_sets": sets, "averages": means}
+            )
         if output.csv is not None:
             text = io.StringIO()
-            csv.writer(text, lineterminator="\n").writerows([["data_set", "metric", *labelled], *table])
+            csv.writer(text, lineterminator="\n").writerows([["data_set", "metric", *names], *rows])
             write_atomic(output.csv, text.getvalue().encode(errors="backslashreplace"))
         if output.html is not None:
-            every_metric = [
-                [one.name, metric, *map(values.get, labelled)] for one in every for metric, values in one.rows().items()
-            ]
+            metrics = [[one.name, *row] for one in every for row in one.rows(names)]
+            lacking = [line.split(": ", 1) for line in problems + failed]
             sections = {
-                "Results": [Table(table, ["data set", "metric that counts", *labelled], digits=4)],
-                "Missing and failed": [
-                    Table([line.split(": ", 1) for line in problems + failed], ["state", "data set"])
-                ],
-                "All metrics": [Table(every_metric, ["data set", "metric", *labelled], digits=4)],
+                "Results": [Table(rows, ["data set", "metric that counts", *names], digits=4)],
+                "Missing and failed": [Table(lacking, ["state", "data set"])],
+                "All metrics": [Table(metrics, ["data set", "metric", *names], digits=4)],
             }
-            intro = f"{suite.source}\n\nData sets of {data}."
+            intro = f"{suite.source}\n\nData sets below {data.resolve()}."
             write_page(output.html, Page(suite.title or suite.name, intro, sections, made_by(models, str(data))))
 
-    evaluate_all(models, every, execution, finish, output.out)
-    if any(one.errors for one in every):
+    if dry_run and output.out is None:
+        plan()
+    else:
+        evaluate_all(models, every, execution, plan if dry_run else finish, output.out, dry_run=dry_run)
+    if any(one.state != "evaluated" for one in every):
         raise SystemExit(1)
 
 
+def _recorded(one: Evaluation) -> dict[str, Any]:
+    """A data set in the JSON of a suite, whose keys docs/suites.md describes."""
+    record: dict[str, Any] = {
+        "state": one.state,
+        "task": one.task.name,
+        "metric": list(one.counts),
+        "groups": list(one.groups),
+    }
+    record |= {"source": one.source, "values": one.values(), "metrics": one.results}
+    record |= {"errors": one.errors} if one.errors else {}
+    return record | ({"looked_for": one.places} if one.source is None else {})
+
+
 def data_sets(suite: Suite, root: Path, only: Sequence[str] = ()) -> list[Evaluation]:
-    """The data sets of a suite, located below the root and not evaluated yet.
+    """The data sets of a suite, located below the root and not evaluated yet; without a file that its options name, a
+    data set is missing.
 
     Raises: ValueError for a root that is not there, unknown names in `only`, and where nothing is found.
     """
-    every = [_located(root, entry) for entry in suite.selected(only)]
+    every = []
+    for entry in suite.selected(only):
+        source, places, options = entry.located(root), entry.places(root), dict(entry.options)
+        for option, names in entry.files.items():
+            wanted = [str(root / name) for name in ([names] if isinstance(names, str) else names)]
+            options[option] = next(filter(exists, wanted), "")
+            if not options[option]:
+                source, places = None, wanted
+        counts = (entry.metric,) if isinstance(entry.metric, str) else entry.metric
+        chosen, task = replace(entry, options=options).task_options(), evaluation.find(entry.task)
+        every.append(Evaluation(entry.name, task, chosen, source, counts, entry.groups, places))
     if not root.is_dir() or all(one.source is None for one in every):
         raise ValueError(
             f"--data {root} has none of the {len(every)} data sets of {suite.name}: {every[0].name}, for example, "
             f"was looked for as {', '.join(every[0].places[:3])}, ... (docs/suites.md)."
         )
     return every
-
-
-def _located(root: Path, entry: Entry) -> Evaluation:
-    """A data set with the files that its options name; without one of them it is missing."""
-    source, places, options = entry.located(root), entry.places(root), dict(entry.options)
-    for option, names in entry.files.items():
-        wanted = [str(root / name) for name in ([names] if isinstance(names, str) else names)]
-        options[option] = next(filter(exists, wanted), "")
-        if not options[option]:
-            source, places = None, wanted
-    counts = (entry.metric,) if isinstance(entry.metric, str) else entry.metric
-    chosen = replace(entry, options=options).task_options()
-    return Evaluation(entry.name, evaluation.find(entry.task), chosen, source, counts, entry.groups, places)
 
 
 def averages(suite: Suite, every: Sequence[Evaluation], models: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -258,31 +263,51 @@ def evaluate_all(
     finish: Callable[[], None],
     out: Path | None = None,
     page: bool = False,
+    dry_run: bool = False,
 ) -> None:
     """Evaluate each model on all data sets that are there; ranks share the work.
 
-    What `out` holds of the same model, data and options is not repeated. In a suite, a data set that fails does not end
-    the others; with several ranks it does, since they may fail at other places. The first rank calls `finish` at the
-    end, and before an error where there are results.
+    What `out` holds of the same model, data and options is not repeated; with `dry_run` it is all that is read. In a
+    suite, a data set that fails does not end the others; with several ranks it does, since they may fail at other
+    places. The first rank calls `finish` at the end, and before an error where there are results.
     """
     from kiloword.distributed.device import choose
-    from kiloword.distributed.sharing import is_first, together
+    from kiloword.distributed.sharing import is_first, share, together
     from kiloword.interop.names import is_foreign
     from kiloword.models.model_folder import model_files, read_model_file
     from kiloword.terminal.progress import showing
 
-    execution, trust = replace(execution, device=choose(execution.device)), execution.trust
+    execution = replace(execution, device=choose(execution.device))
     folders, every = dict(zip(labels(models), models, strict=True)), [one for one in every if one.source is not None]
+    needing = {label: f for label, f in folders.items() if not all(one.without_model(f) for one in every)}
     label = ""
     with together(execution.device), showing():
         try:
-            for label in folders:  # before the first model is evaluated
-                folder = folders[label]
-                if not is_foreign(folder) and not all(one.without_model(folder) for one in every):
-                    read_model_file(model_files(folder)[0].parent)
+            for label in needing:  # before the first model is evaluated
+                if not is_foreign(folders[label]):
+                    read_model_file(model_files(folders[label])[0].parent)
             for label, folder in folders.items():
-                _evaluate_model(label, folder, every, replace(execution, trust=trust), out, page)
-                trust = Trust(named=trust.method or trust.named, trust_code=trust.trust_code)
+                model = opened(folder, execution) if label in needing else None
+                for n, one in enumerate(every, start=1):
+                    where, blocks = f"[{n} of {len(every)}] {label}: {one.name}", list[Block]()
+                    try:
+                        metrics, note = _metrics(one, folder, model, execution, out, blocks if page else None, dry_run)
+                        if metrics is None:
+                            continue
+                        if one.counts and is_first():
+                            warn(f"{where} {one.metric} {one.value(metrics):.4f}{note}")
+                    except Exception as error:
+                        message = sentence_of(error)
+                        if message is None or not one.counts or isinstance(error, SaveError) or share()[1] > 1:
+                            raise
+                        one.errors[label] = message
+                        warn(f"{where} failed: {message}")
+                    else:
+                        one.results[label], one.blocks[label] = metrics, blocks
+                trust = execution.trust
+                execution = replace(
+                    execution, trust=Trust(named=trust.method or trust.named, trust_code=trust.trust_code)
+                )
         except Exception as error:
             if is_first() and any(one.results for one in every):
                 finish()  # an evaluation may have taken hours
@@ -293,28 +318,6 @@ def evaluate_all(
             finish()
 
 
-def _evaluate_model(
-    label: str, folder: str, every: Sequence[Evaluation], execution: Execution, out: Path | None, page: bool
-) -> None:
-    from kiloword.distributed.sharing import is_first, share
-
-    model = None if all(one.without_model(folder) for one in every) else opened(folder, execution)
-    for n, one in enumerate(every, start=1):
-        where, blocks = f"[{n} of {len(every)}] {label}: {one.name}", list[Block]()
-        try:
-            metrics, note = _metrics(one, folder, model, execution, out, blocks if page else None)
-            if one.counts and is_first():
-                warn(f"{where} {one.metric} {one.value(metrics):.4f}{note}")
-        except Exception as error:
-            message = sentence_of(error)
-            if message is None or not one.counts or isinstance(error, SaveError) or share()[1] > 1:
-                raise
-            one.errors[label] = message
-            warn(f"{where} failed: {message}")
-            continue
-        one.results[label], one.blocks[label] = metrics, blocks
-
-
 def _metrics(
     one: Evaluation,
     folder: str,
@@ -322,8 +325,10 @@ def _metrics(
     execution: Execution,
     out: Path | None,
     blocks: list[Block] | None,
-) -> tuple[dict[str, float], str]:
-    """The metrics of one model on one data set, " (stored)" where they were; skipped rows are named on stderr."""
+    dry_run: bool,
+) -> tuple[dict[str, float] | None, str]:
+    """The metrics of one model on one data set, " (stored)" where they were; skipped rows are named on stderr. None:
+    they would have to be computed in a dry run."""
     from kiloword.api import Matcher
     from kiloword.data.open import open_source
     from kiloword.data.reading import left_out
@@ -340,6 +345,8 @@ def _metrics(
         if path.is_file():
             stored: dict[str, float] = json.loads(path.read_bytes())["metrics"]
             return stored, " (stored)"
+    if dry_run:
+        return None, ""
     tokens = execution.image_features, execution.text_features
     if any(tokens):
         if one.task.name not in TOKEN_TASKS or matcher is None:
@@ -403,19 +410,11 @@ def labels(models: Sequence[str]) -> list[str]:
     return short if len(set(short)) == len(short) and all(short) else list(models)
 
 
-def columns(rows: Sequence[tuple[Sequence[str], Mapping[str, float]]], models: Sequence[str]) -> Iterator[str]:
-    """A line a row: its names, and a column of values a model, "-" where it has none."""
-    widths = [max(map(len, names)) for names in zip(*(names for names, _ in rows), strict=True)]
-    width = max(10, *map(len, models))
-    if len(models) > 1:
-        yield " ".join(["", *(" " * n for n in widths), *(f"{model:>{width}}" for model in models)])[1:]
-    for names, values in rows:
-        shown = [f"{number(values[model]) if model in values else '-':>{width}}" for model in models]
-        yield " ".join([*(f"{name:{n}}" for name, n in zip(names, widths, strict=True)), *shown])
-
-
-LONG = 16  # a longer table of metrics stands below the plots of a page
-ROUNDING = 1e-12  # what is smaller is shown as 0
+def _print(rows: Sequence[Sequence[Any]], models: Sequence[str]) -> None:
+    """A line a row: names, and the value of each model, "-" where it has none; several models are named above."""
+    shown = [[x if isinstance(x, str) else "-" if x is None else number(x) for x in row] for row in rows]
+    blank = [""] * (len(rows[0]) - len(models) if rows else 0)
+    say_table(shown, *blank, *(models if len(models) > 1 else [""]))
 
 
 def number(value: float) -> str:

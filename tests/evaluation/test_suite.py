@@ -77,7 +77,7 @@ def test_one_table_of_all_data_sets(tmp_path: Path, model: Path, capsys: pytest.
     """Each value is that of the task alone; a mean that lacks data sets says so; the other files say the same."""
     suite, files = suite_file(tmp_path, COLOURS, PAIRS, ABSENT), [tmp_path / f"r.{end}" for end in ("json", "csv")]
     page = tmp_path / "r.html"
-    assert ran(suite, model, "--data", tmp_path, "--json", files[0], "--csv", files[1], "--html", page) == 0
+    assert ran(suite, model, "--data", tmp_path, "--json", files[0], "--csv", files[1], "--html", page) == 1
     matcher = kiloword.load(model)
     colours = evaluate(matcher, "zeroshot", "scenes:test?task=colour&n=12", templates=["a {c} thing"])
     pairs = evaluate(matcher, "retrieval", "scenes:test?n=8")
@@ -88,7 +88,7 @@ def test_one_table_of_all_data_sets(tmp_path: Path, model: Path, capsys: pytest.
     assert re.search(rf"classes +1 of 2, incomplete +{colours['acc1']:.4f}\n", output)
     assert re.search(rf"pairs of all kinds +mean of 1 +{pair_mean:.4f}\n", output)
     assert re.search(rf"average +2 of 3, incomplete +{mean:.4f}\n", output)
-    assert f"missing: absent (looked for {tmp_path}/absent, {tmp_path}/wds_absent, " in output
+    assert f"missing: absent (looked for as {tmp_path}/absent, {tmp_path}/wds_absent, " in output
     written = json.loads(files[0].read_text())
     assert written["data_sets"]["colours"]["metrics"] == {"first": colours}
     assert written["data_sets"]["pairs"]["metrics"] == {"first": pairs}
@@ -98,7 +98,11 @@ def test_one_table_of_all_data_sets(tmp_path: Path, model: Path, capsys: pytest.
     rows = {row["data_set"]: float(row["first"]) for row in csv.DictReader(files[1].read_text().splitlines())}
     named = {"classes": colours["acc1"], "pairs of all kinds": pair_mean, "average": mean}
     assert rows == {"colours": colours["acc1"], "pairs": pair_mean, **named}
+    assert (written["models"], written["version"]) == ({"first": str(model)}, kiloword.__version__)
     assert f"{mean:.4f}" in page.read_text()
+    assert f"Data sets below {tmp_path}." in page.read_text()
+    assert ran(suite, model, "--data", tmp_path, "--dry-run") == 1
+    assert "missing: absent" in capsys.readouterr().out
 
 
 def evaluated(errors: str) -> list[str]:
@@ -141,7 +145,8 @@ def test_a_killed_run_continues_and_changes_are_evaluated_again(
     assert found(model, colours, more=("--dim", "8"))[1] == ["colours"]
     assert found(model_folder(tmp_path / "clip", "clip"), colours, COMPOSED)[1] == ["colours", "images"]
     assert found(model, colours, PAIRS, more=("--only", "classes"))[1] == []
-    assert found(model, colours, PAIRS, more=("--dry-run",))[0].count("\n") == 2
+    planned = found(model, colours, PAIRS.replace("n=8", "n=7"), more=("--dry-run",))[0].splitlines()
+    assert [line.endswith("(stored: first)") for line in planned] == [True, False]
 
 
 def test_a_data_set_that_fails_does_not_end_the_others(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import kiloword
 from folders import model_folder
 from kiloword.cli.main import main
 from kiloword.evaluation import TASKS, evaluate, find
@@ -66,12 +67,13 @@ def test_wrong_names_from_python(task: str, options: dict[str, int], word: str) 
 
 def test_a_page_shows_the_metrics_and_blocks_are_collected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A single evaluation: its JSON, its table and its page say the same."""
-    first, second = (model_folder(tmp_path / name) for name in ("first", "second"))
+    first, second = (str(model_folder(tmp_path / name)) for name in ("first", "second"))
     page, json_file = tmp_path / "page.html", tmp_path / "r.json"
     words = ["eval", "retrieval", first, second, "--data", "scenes:test?n=8", "--html", page, "--json", json_file]
     main(list(map(str, words)))
     metrics = json.loads(json_file.read_text())
-    assert set(metrics) == {"first", "second"}
+    assert metrics["models"] == {"first": first, "second": second}
+    assert (metrics["data"], metrics["version"]) == ("scenes:test?n=8", kiloword.__version__)
     shown = f"{metrics['first']['image_retrieval_recall@5']:.4f}"
     assert shown in page.read_text()
     assert shown in capsys.readouterr().out

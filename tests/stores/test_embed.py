@@ -162,7 +162,10 @@ def test_an_evaluation_of_the_first_numbers(prefixed: Path, tmp_path: Path, caps
     out = tmp_path / "values.json"
     run("eval", "retrieval", prefixed, "--data", SHORT, "--dim", 5, "--json", out)
     assert "not on its first 5" in capsys.readouterr().err
-    assert json.loads(out.read_text()) == pytest.approx(dict(evaluate(load(prefixed, dim=5), "retrieval", SHORT)))
+    found = json.loads(out.read_text())
+    assert {n: x for n, x in found.items() if isinstance(x, float)} == pytest.approx(
+        dict(evaluate(load(prefixed, dim=5), "retrieval", SHORT))
+    )
 
 
 def test_the_commands_refuse_with_a_sentence(
