@@ -35,7 +35,6 @@ OF_DATA = ("classnames.txt", "zeroshot_classification_templates.txt", "tree.json
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 FILE_NAME = "file_name"  # the column of images in these
 _UNREADABLE = "cannot be read"
-_MARK = b'"kiloword-library-'
 _BESIDE = ("txt", "json", "cls")
 _OF_DEVICES = {
     *("@eadir", "#recycle", "@recycle", "@recently-snapshot", "#snapshot", "@__thumb", ".@__thumb"),  # network storage
@@ -205,13 +204,13 @@ def _folders(folder: Path) -> list[str]:
 
 
 def image_folders(
-    root: Path, left: LeftOut, inside: str = "", deep: bool = True, used: Collection[str] = (), passed: str = ""
+    root: Path, left: LeftOut, inside: str = "", deep: bool = True, used: Collection[str] = ()
 ) -> Iterator[tuple[str, list[str], set[str]]]:
     """Folders with their images: the path below `root` ("a/"), names of images, names of all that is there.
 
     Everything else goes to `left`, but for captions and labels beside images. Linked folders are not searched, so that
     the search ends and finds each image once. Args: inside: the folder of `root` to begin with; deep: search
-    subfolders; used: names that are not left out; passed: the file of a library, whose folder is not searched.
+    subfolders; used: names that are not left out.
     """
     folders = [inside]
     while folders:
@@ -224,9 +223,6 @@ def image_folders(
             if not folder:
                 raise
             left.add(folder, f"it cannot be read ({error.strerror or error})")
-            continue
-        if passed and os.path.isfile(library := root / folder / passed) and _MARK in library.read_bytes():
-            left.add(folder or root.name, "a library of kiloword")
             continue
         reasons = {entry.name: _reason(entry, deep) for entry in entries}
         inner = {entry.name for entry in entries if entry.is_dir()}
