@@ -28,8 +28,7 @@ _SIGNATURE = re.compile(
 )
 _SECRET_NAME = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|SIGNATURE|APIKEY|(_|^)KEY(_ID)?$")
 _HIDDEN = "***"
-_LEAST = 4  # characters of a password, and
-_LEAST_VALUE = 8  # of any other value that is hidden in texts: shorter ones occur everywhere
+_LEAST, _LEAST_VALUE = 4, 8  # characters of a password, and of other values, to be hidden: shorter ones are everywhere
 
 _known: dict[str, Address] = {}
 _secrets: set[str] = set()
@@ -37,10 +36,7 @@ _secrets: set[str] = set()
 
 @dataclass(frozen=True)
 class Address:
-    """Where a file is. `url` is its identity: scheme, host, port and path; all else is used alone.
-
-    Two addresses are equal when their identities are. It prints as its identity.
-    """
+    """Where a file is. `url` is its identity, which is printed and compared: scheme, host, port and path."""
 
     url: str
     login: str = field(default="", repr=False, compare=False)  # `user:password`, as in the URL
@@ -84,9 +80,8 @@ def split(url: str) -> Address:
     inside = "@" in path and ("://" in path or (":" in host and scheme not in _CHECKED))
     if inside or (scheme in _CHECKED and not _HOST.fullmatch(host)):
         raise ValueError(
-            f"an address of {scheme} has no valid host and port, or a login in its path. Expected one address, such as "
-            f"{scheme}://user:password@host:8080/path; in a login write %2F for a slash, %3F for ?, %23 for #, %40 for "
-            "an at sign."
+            f"an address of {scheme} has no valid host and port, or a login in its path. Expected "
+            f"{scheme}://user:password@host:8080/path; in a login write %2F for /, %3F for ?, %23 for #, %40 for @."
         )
     if at and scheme in _CONTAINERS and (":" not in login or scheme == "github"):
         login, host = "", authority
@@ -101,11 +96,8 @@ def public(word: str) -> str:
     """
     if (match := _WORD.match(word)) is None:
         return word
-    address = split(match[2])
-    if not (address.login or address.query):
-        return word
-    remember(address)
-    return match[1] + address.url
+    address = address_of(match[2])
+    return match[1] + address.url if address.login or address.query else word
 
 
 def without_credentials(value: Any) -> Any:
@@ -118,26 +110,23 @@ def without_credentials(value: Any) -> Any:
     return value if match is None else match[1] + split(match[2]).url
 
 
-def remember(address: Address) -> None:
-    """Give the credentials of an address to `address_of`, and hide them in `scrubbed`.
+def address_of(url: str) -> Address:
+    """A URL with its own credentials, which are remembered and hidden by `scrubbed`, else with those remembered for it.
 
-    Raises: ValueError where another query names another file.
+    Raises: ValueError where another query of the same address names another file, and as `split`.
     """
-    if _known.get(address.url, address).selector != address.selector:
+    address = split(url)
+    before = _known.get(address.url, address)
+    if not (address.login or address.query):
+        return before
+    if before.selector != address.selector:
         raise ValueError(
             f"{address.url} comes with two different queries. Data is told apart by its address without the query, "
             "which may be a signature: give the two files different paths, or fetch one of them first."
         )
     _known[address.url] = address
     _secrets.update(_secrets_of(address.login, address.query))
-
-
-def address_of(url: str) -> Address:
-    """A URL with its own credentials, now remembered, else with those remembered for it. Raises: as `remember`."""
-    address = split(url)
-    if address.login or address.query:
-        remember(address)
-    return _known.get(address.url, address)
+    return address
 
 
 def scrubbed(text: str) -> str:
@@ -154,7 +143,6 @@ def scrubbed(text: str) -> str:
 
 
 def _identity(match: re.Match[str]) -> str:
-    """Of a URL in a text."""
     try:
         return split(match[0]).url
     except ValueError:  # it may be a login that is not quoted

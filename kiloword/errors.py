@@ -13,10 +13,7 @@ from dataclasses import dataclass, field
 REASONS = 20  # that are printed
 NAMED = 3  # of the things that are left out for one reason
 FULL_DISK = ("No space left on device", "PytorchStreamWriter failed writing")
-WORKER = (
-    "Often memory (fewer --workers), a small /dev/shm, or a file system that hangs; --workers 0 shows where. The last "
-    "state is kept."
-)
+WORKER = "Often memory (fewer --workers), a small /dev/shm, or a file system that hangs; --workers 0 shows where."
 
 
 def article(noun: str) -> str:
@@ -46,17 +43,16 @@ class LeftOut:
         """Count one. Returns: whether `lines` names it."""
         self.counts[reason] += 1
         named = self.first.setdefault(reason, [])
-        if len(named) < self.most:
+        if room := len(named) < self.most:
             named.append(name)
-            return True
-        return False
+        return room
 
     def extend(self, other: LeftOut) -> None:
         """Count what another one has counted."""
         for reason, number in other.counts.items():
-            for name in other.first[reason]:
-                self.add(name, reason)
-            self.counts[reason] += number - len(other.first[reason])
+            named = self.first.setdefault(reason, [])
+            named += other.first[reason][: self.most - len(named)]
+            self.counts[reason] += number
 
     def __len__(self) -> int:
         return sum(self.counts.values())
@@ -124,7 +120,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 def sentence_of(error: BaseException) -> str | None:
     """The message of an error that the user can fix; None for errors that need a traceback."""
-    message = str(error).strip()
+    message, kind = str(error).strip(), type(error).__name__
     first = message.partition("\n")[0]
     if isinstance(error, UnicodeEncodeError):
         text = error.object[max(0, error.start - 200) : error.end + 20]
@@ -136,9 +132,8 @@ def sentence_of(error: BaseException) -> str | None:
     if any(words in message for words in FULL_DISK):  # libraries that write files wrap the error of the system
         return "No space left on device: what was there before is kept. Free some space, or write elsewhere."
     if isinstance(error, MemoryError) or "t allocate memory" in message:  # torch's on a CPU is a RuntimeError
-        message = "" if isinstance(error, RuntimeError) else message
-        return f"out of memory{f' ({message})' if message else ''}: take a smaller --batch, or --micro."
-    if type(error).__name__ == "OutOfMemoryError":
+        return f"out of memory{f' ({first})' if kind == 'MemoryError' and first else ''}: take a smaller --batch."
+    if kind == "OutOfMemoryError":
         return f"{first} Take a smaller --micro, or --checkpointing selective; see `kiloword plan`."
     if isinstance(error, RuntimeError) and message.startswith("DataLoader"):
         return f"a loader worker stopped: {first.rstrip('. ')}. {WORKER}"

@@ -64,15 +64,14 @@ def atomic(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file so that a crash leaves the old one. Raises: SaveError."""
+    """Write a file as `atomic`."""
     with atomic(path) as file:
         file.write(data)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """As `write_atomic`."""
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    write_atomic(path, text.encode(errors="backslashreplace"))  # lone surrogates of file names, as JSON writes them
+    """Write a JSON file as `atomic`; lone surrogates of file names are written as JSON escapes them."""
+    write_atomic(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
 
 
 def cache_folder() -> Path:
@@ -80,13 +79,10 @@ def cache_folder() -> Path:
     return Path(os.environ.get("KILOWORD_CACHE") or Path.home() / ".cache" / "kiloword").absolute()
 
 
-def utf8(text: str, errors: str = "surrogateescape") -> str:
-    """A string from the system as UTF-8; in other locales Python decodes its bytes to lone surrogates.
-
-    Args: errors: handling of bytes that are not UTF-8, as in `bytes.decode`.
-    """
+def utf8(text: str) -> str:
+    """A string from the system as UTF-8; in other locales Python decodes its bytes to lone surrogates."""
     with suppress(UnicodeEncodeError):  # surrogates made in Python, not by decoding
-        return text.encode("utf-8", "surrogateescape").decode("utf-8", errors)
+        return text.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
     return text
 
 
@@ -99,14 +95,16 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def _remove(path: Path) -> None:
+    path.unlink() if path.is_file() else shutil.rmtree(path)
+
+
 class Lock:
     """The lock of a folder, held until `release`, until this object is deleted or until the process ends.
 
-    Temporary files that a killed process left in the folder are removed.
-
-    Args: out: the folder of --out; doing: activity of the holder, for messages; folder: folder of the lock file if not
-    `out`.
-    Raises: ValueError when another process holds it.
+    Temporary files that a killed process left in the folder are removed. Args: out: the folder of --out; doing:
+    activity of the holder, for messages; folder: of the lock file if not `out`.
+    Raises: ValueError when another process holds it, or the folder cannot be written.
     """
 
     def __init__(self, out: Path, doing: str = "training in", folder: Path | None = None) -> None:
@@ -121,11 +119,10 @@ class Lock:
             if not isinstance(self._lock, SoftFileLock):  # of a file system without locks: its file says who holds it
                 self.path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
             for left in folder.rglob(f".*{TEMPORARY}"):
-                left.unlink() if left.is_file() else shutil.rmtree(left)
+                _remove(left)
         except Timeout:
             holder = self.path.read_text(encoding="utf-8", errors="replace")[:200] or "another process"
-            hint = " SIGTERM ends it with its state saved." if doing == "training in" else ""
-            raise ValueError(f"{holder} is {doing} {out}: wait for its end, or choose another --out.{hint}") from None
+            raise ValueError(f"{holder} is {doing} {out}: wait for its end, or choose another --out.") from None
         except OSError as e:
             raise ValueError(f"--out {out} cannot be written ({e.strerror}): choose another folder.") from e
 
@@ -175,10 +172,10 @@ def new_folder(out: Path, doing: str = "writing") -> Iterator[Path]:
         try:
             for left in work.iterdir():  # of a killed process
                 if left.name != LOCK:
-                    left.unlink() if left.is_file() else shutil.rmtree(left)
+                    _remove(left)
             yield work
             (work / LOCK).unlink(missing_ok=True)
-            if out.exists():  # empty, but perhaps a mount point, or the folder of the shell: nothing takes its place
+            if out.exists():  # empty, but perhaps the folder of the shell: nothing takes its place
                 for path in sorted(work.iterdir(), key=lambda path: path.stat().st_size):  # weights last
                     path.replace(out / path.name)
             else:

@@ -51,7 +51,6 @@ def indices_of(label: int | LabelSet | None) -> tuple[int, ...]:
     return () if label is None else label.indices if isinstance(label, LabelSet) else (label,)
 
 
-@runtime_checkable
 class StoredTokens(Protocol):
     """Tokens of an image tower's trunk, read from a store in place of an image's pixels."""
 

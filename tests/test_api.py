@@ -118,9 +118,10 @@ def test_wrong_arguments_get_a_sentence(matcher: Matcher, tmp_path: Path) -> Non
     vec = texts["vec"].clone()
     vec[1, 0] = float("nan")
     for call, message in (
-        (lambda: matcher.encode_text([]), "encode_text got a list"),
+        (lambda: matcher.encode_text([]), "got no texts: expected at least one"),
+        (lambda: matcher.encode_image([]), "got no images: expected at least one"),
         (lambda: matcher.encode_text(["a", 1]), "an int as text 1"),  # type: ignore[list-item]
-        (lambda: matcher.encode_text(3), "got an int: expected"),  # type: ignore[arg-type]
+        (lambda: matcher.encode_text(3), "got an int as texts: expected"),  # type: ignore[arg-type]
         (lambda: matcher.encode_image(photo(0), batch=0), "batch size is 0"),
         (lambda: matcher.score(texts, {**texts, "vec": vec}), "the score of image 0 with text 1 is nan"),
         (lambda: matcher.score_pairs({**texts, "vec": vec}, texts), "the score of image 1 with text 1 is nan"),

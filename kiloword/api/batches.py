@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from kiloword.distributed.device import free_bytes
-from kiloword.terminal.progress import track
 from kiloword.types import Features
 
 if TYPE_CHECKING:
@@ -41,23 +40,19 @@ def check_room(few: Features, count: int, what: str, device: torch.device) -> No
 
 
 def in_batches(count: int, batch: int, encode: Callable[[slice], Features], smaller: bool) -> Iterator[Features]:
-    """Features of `count` images, a batch at a time, with progress.
+    """Features of `count` images, a batch at a time.
 
     Args: smaller: go on with half the batch where a GPU's memory is exhausted.
     """
-
-    def parts() -> Iterator[Features]:
-        size, done = batch, 0
-        while done < count:
-            try:
-                features = encode(slice(done, min(done + size, count)))
-            except torch.OutOfMemoryError:
-                size = min(size, count - done) // 2
-                if not (smaller and size):
-                    raise
-                torch.cuda.empty_cache()
-                continue
-            yield features
-            done += len(features["vec"])
-
-    return track(parts(), "images", "images", count, lambda part: len(part["vec"]))
+    done = 0
+    while done < count:
+        try:
+            features = encode(slice(done, min(done + batch, count)))
+        except torch.OutOfMemoryError:
+            batch = min(batch, count - done) // 2
+            if not (smaller and batch):
+                raise
+            torch.cuda.empty_cache()
+            continue
+        yield features
+        done += len(features["vec"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from kiloword.model.encoding import chunks, encode_texts, inference, join
 from kiloword.model.pooling import at_least_float
 from kiloword.models import card as cards
 from kiloword.models.model_folder import save_model
-from kiloword.terminal.progress import showing
+from kiloword.terminal.progress import showing, track
 from kiloword.types import Features
 
 if TYPE_CHECKING:
@@ -147,7 +147,8 @@ class Matcher:
             return self.model.encode_image(self.pixels(several[part], part.start))[1]
 
         with inference(self.model), showing(progress):
-            parts = list(in_batches(len(several), size, encode, smaller=batch is None))
+            encoded = in_batches(len(several), size, encode, smaller=batch is None)
+            parts = list(track(encoded, "images", "images", len(several), lambda part: len(part["vec"])))
         return _features(join(parts), is_one(images))  # outside, so that gradients by it are allowed
 
     def encode_text(
@@ -155,11 +156,13 @@ class Matcher:
     ) -> Features:
         """Features of T texts, every value [T, ...]: "vec" [T, D] has norm 1. For one string [...] and [D]."""
         several: Any = [texts] if isinstance(texts, str) else texts
-        if not isinstance(several, Sequence) or not len(several):
-            raise ValueError(f"encode_text got {kind(texts)}: expected a string, or a list of one or more.")
+        if not isinstance(several, Sequence):
+            raise ValueError(f"got {kind(texts)} as texts: expected a string, or a list of strings.")
+        if not several:
+            raise ValueError("got no texts: expected at least one.")
         wrong = next((i for i, text in enumerate(several) if not isinstance(text, str)), None)
         if wrong is not None:
-            raise ValueError(f"encode_text got {kind(several[wrong])} as text {wrong}: expected strings.")
+            raise ValueError(f"got {kind(several[wrong])} as text {wrong}: expected strings.")
         with showing(progress):
             features = encode_texts(self.model, self.tokenizer, several, batch or text_batch(self.model))
         return _features(features, isinstance(texts, str))
@@ -177,35 +180,26 @@ class Matcher:
         """
         images = images if isinstance(images, dict) else self.encode_image(images)
         texts = texts if isinstance(texts, dict) else self.encode_text(texts)
-        return self._scores(nearest, images, texts, csd_matrix, lambda a, b: a @ b.T, self.model.score)
+        return self._scores(images, texts, nearest, False)
 
     def score_pairs(self, images: Features, texts: Features, nearest: Nearest | None = None) -> Tensor:
         """Scores of image n with text n, for features of N images and N texts: [N]. Args, errors: as of `score`."""
         n, t = (len(rows_of(features)["vec"]) for features in (images, texts))
         if n != t:
             raise ValueError(f"score_pairs got {n} images and {t} texts: expected one text per image.")
-        own = self.model.head.score_pairs
-        return self._scores(nearest, images, texts, csd, lambda a, b: (a * b).sum(-1), own)
+        return self._scores(images, texts, nearest, True)
 
-    def _scores(
-        self,
-        nearest: Nearest | None,
-        images: Features,
-        texts: Features,
-        distance: Callable[[Features, Features], Tensor],
-        cosine: Callable[[Tensor, Tensor], Tensor],
-        own: Callable[[Features, Features], Tensor],
-    ) -> Tensor:
-        """One of three scores of features."""
+    def _scores(self, images: Features, texts: Features, nearest: Nearest | None, paired: bool) -> Tensor:
         if nearest not in (None, "cosine", "csd"):
             raise ValueError(f"nearest is {nearest!r}: expected cosine, csd or None, the model's score.")
         images, texts = both(images, texts, gaussian=nearest == "csd")
         with inference(self.model):
             if nearest == "csd":
-                return finite(1 - 0.5 * distance(images, texts))
+                return finite(1 - 0.5 * (csd if paired else csd_matrix)(images, texts))
             if nearest == "cosine":
-                return finite(cosine(at_least_float(images["vec"]), at_least_float(texts["vec"])))
-            return finite(own(images, texts))
+                a, b = at_least_float(images["vec"]), at_least_float(texts["vec"])
+                return finite((a * b).sum(-1) if paired else a @ b.T)
+            return finite((self.model.head.score_pairs if paired else self.model.score)(images, texts))
 
     def uncertainty(self, features: Features) -> Tensor:
         """Uncertainty of N images or texts, the sum of the variances of each: [N].

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import Positional, arg
 
 from kiloword.config import papers
-from kiloword.methods.defaults import default_recipe
 from kiloword.terminal import say
 
 if TYPE_CHECKING:
@@ -60,12 +59,12 @@ class Data:
             return
         if self.as_ and not self.png:
             raise ValueError("--as draws training examples: expected data stats SRC --as METHOD --png FILE.")
-        drawn = draw_examples(self.source, self.as_, self.size, self.png) if self.as_ and self.png else ""
+        drawn = [draw_examples(self.source, self.as_, self.size, self.png)] if self.as_ and self.png else []
         from kiloword.data.inspect import main
 
         if main(self.what, self.source, None if drawn else self.png):
             raise SystemExit(1)
-        say(*filter(None, [drawn]))
+        say(*drawn)
 
 
 def draw_examples(src: str, like: str, size: str, png: Path) -> str:
@@ -136,13 +135,12 @@ def write_pairs(src: str, like: str, size: str, out: Path) -> str:
 
 def _recipe_like(src: str, like: str, size: str) -> Recipe:
     """The recipe of `draw_examples`, with `src` as its only data."""
+    from kiloword.training.command import read
+
     path = Path(like)
     if path.exists():
-        named = papers.read(path / "config.json" if path.is_dir() else path)
-    elif like in papers.names():
-        named = papers.load(like)
+        words = ["--config", str(path / "config.json" if path.is_dir() else path)]
     else:
-        return default_recipe(like, size, (src,))
-    plain = default_recipe(named.method, named.value("size", size), (src,))
-    recipe = papers.fill(plain, named, towers=True)
-    return replace(recipe, data=replace(recipe.data, sources=(src,), weights=()))
+        words = ["--recipe", like] if like in papers.names() else [like, "--size", size]
+    recipe = read([*words, "--data", src, "--dry-run"]).args.recipe
+    return replace(recipe, data=replace(recipe.data, weights=()))

@@ -94,33 +94,27 @@ class Doctor:
 
     def run(self) -> None:
         """Print a table."""
-        rows = list(machine().items())
+        cards = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+        omp = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("OMP_", "MKL_NUM"))]
+        rows = {
+            "kiloword": __version__,
+            "python": f"{platform.python_version()} ({sys.executable})",
+            "torch": torch.__version__,
+            "system": f"{platform.system()} {platform.machine()}",
+            "devices": ", ".join(["cpu", *(f"{c.name} ({c.total_memory / 2**30:.0f} GiB)" for c in cards)]),
+            "threads": f"{torch.get_num_threads()} of torch on {cores()} cores",
+            "OpenMP": " ".join(omp) or "no OMP_... in the environment",
+        }
         for extra, packages in extras().items():
-            missing = [package for package, version in packages.items() if not version]
             have = ", ".join(f"{package} {version}" for package, version in packages.items() if version)
-            install = needs("it", ", ".join(missing), extra) if missing else ""
-            rows.append((f"extra {extra}", "; ".join(filter(None, (have, install)))))
-        say_table(rows, "", "")
+            missing = ", ".join(package for package, version in packages.items() if not version)
+            rows[f"extra {extra}"] = "; ".join(filter(None, [have, missing and needs("it", missing, extra)]))
+        say_table(list(rows.items()), "", "")
         if torchvision_ready() is not None:
             say(
                 f"torchvision was built for another torch than {torch.__version__}: kiloword works, but programs that "
                 "import torchvision stop. Install the one that belongs to your torch."
             )
-
-
-def machine() -> dict[str, str]:
-    """Versions, devices and threads."""
-    cards = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
-    omp = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("OMP_", "MKL_NUM"))]
-    return {
-        "kiloword": __version__,
-        "python": f"{platform.python_version()} ({sys.executable})",
-        "torch": torch.__version__,
-        "system": f"{platform.system()} {platform.machine()}",
-        "devices": ", ".join(["cpu", *(f"{c.name} ({c.total_memory / 2**30:.0f} GiB)" for c in cards)]),
-        "threads": f"{torch.get_num_threads()} of torch on {cores()} cores",
-        "OpenMP": " ".join(omp) or "no OMP_... in the environment",
-    }
 
 
 def extras() -> dict[str, dict[str, str]]:

@@ -6,8 +6,8 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, fields, is_dataclass, make_dataclass
+from collections.abc import Sequence
+from dataclasses import MISSING, make_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import tyro
 
 from kiloword.__version__ import __version__
 from kiloword.addresses import public, scrubbed
+from kiloword.config.settings import leaves
 from kiloword.distributed import launch
 from kiloword.distributed.allocator import keep_freed_memory
 from kiloword.errors import sentence_of, suggestion
@@ -132,26 +133,16 @@ def check(verb: Any, words: Sequence[str]) -> None:
     """Raises: ValueError where a flag of several values is given twice, what is required is empty, or a file that is
     written at the end would be a folder or below a file."""
     given = [word[2:].partition("=")[0].rpartition(".")[2].replace("-", "_") for word in words if word.startswith("--")]
-    for name, value, required in _values(verb):
-        flag = f"--{name.replace('_', '-')}"
+    for leaf in leaves(verb):
+        flag, value = leaf.flag.rpartition(".")[2], leaf.value
+        name = flag.replace("-", "_")
         if isinstance(value, tuple) and given.count(name) > 1:
-            raise ValueError(f"{flag} is given twice: its values follow the first one.")
-        if value == () and required:
-            what = flag if name in given else name.upper()
+            raise ValueError(f"--{flag} is given twice: its values follow the first one.")
+        if value == () and leaf.field.default is MISSING and leaf.field.default_factory is MISSING:
+            what = f"--{flag}" if name in given else name.upper()
             raise ValueError(f"{what} is missing: give one or several, see kiloword {words[0]} --help.")
         if name in OUTPUTS and isinstance(value, Path) and (value.is_dir() or value.parent.is_file()):
-            raise ValueError(f"{flag} {value} cannot be written: expected the name of a file.")
-
-
-def _values(settings: Any) -> Iterator[tuple[str, Any, bool]]:
-    """Every field inside a verb: the name of its flag, its value, and whether it is required."""
-    for f in fields(settings):
-        value = getattr(settings, f.name)
-        if is_dataclass(value) and not isinstance(value, type):
-            yield from _values(value)
-        else:
-            name = (f.metadata.get("flag") or f.name).replace("-", "_")
-            yield name, value, f.default is MISSING and f.default_factory is MISSING
+            raise ValueError(f"--{flag} {value} cannot be written: expected the name of a file.")
 
 
 def _list_verbs() -> None:

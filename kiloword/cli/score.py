@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -65,7 +66,13 @@ class Score(Device):
 
             possible(matchers[0], self.explain_what)
         with naming_truncated():
-            _say_scores(images, self.texts, matchers[0].score(images, list(self.texts), self.nearest).tolist())
+            scores, titles = matchers[0].score(images, list(self.texts), self.nearest), shown_names(images)
+            if len(self.texts) <= MANY and max(map(len, self.texts)) <= WIDE:
+                cells = [[f"{score:.3f}" for score in row] for row in scores.tolist()]
+                say_table([[name, *row] for name, row in zip(titles, cells, strict=True)], "image", *self.texts)
+            else:
+                pairs = zip(product(titles, self.texts), scores.flatten().tolist(), strict=True)
+                say_table([(f"{score:.3f}", *pair) for pair, score in pairs], "score", "image", "text")
             if self.plane is not None:
                 from kiloword.explain.plane import write_plane
 
@@ -117,7 +124,7 @@ class Classify(Device):
         files, names, given = image_files(self.images), _class_names(self.classes), self.templates
         templates = read_templates(given[0]) if len(given) == 1 else slotted(given, "--templates")
         matcher = loaded(self.model, self, self.trust)
-        answers, skipped, left = list[dict[str, Any]](), dict[str, str](), LeftOut("image")
+        found, skipped, left = dict[Path, list[dict[str, Any]]](), dict[str, str](), LeftOut("image")
         with showing():
             classes = matcher.class_features(names, templates)
             parts = list(chunks(len(files), self.batch or image_batch(matcher.model)))
@@ -132,19 +139,17 @@ class Classify(Device):
                 if usable:
                     best = matcher.classify(torch.stack(list(usable.values())), classes).topk(min(self.top, len(names)))
                     for path, shares, places in zip(usable, best.values.tolist(), best.indices.tolist(), strict=True):
-                        found = zip(places, shares, strict=True)
-                        described = [{"name": names[at], "probability": share} for at, share in found]
-                        answers.append({"image": str(path), "classes": described})
+                        best_of = zip(places, shares, strict=True)
+                        found[path] = [{"name": names[at], "probability": share} for at, share in best_of]
         warn(*left.lines())
-        if not answers:
+        if not found:
             raise ValueError(f"none of {len(files)} images can be used: see above.")
-        titles = shown_names([Path(one["image"]) for one in answers])
-        every = [(title, c) for title, one in zip(titles, answers, strict=True) for c in one["classes"]]
-        say_table(
-            [(title, c["name"], f"{c['probability']:.3f}") for title, c in every], "image", "class", "probability"
-        )
+        rows = zip(shown_names(list(found)), found.values(), strict=True)
+        cells = [(title, c["name"], f"{c['probability']:.3f}") for title, classes_of in rows for c in classes_of]
+        say_table(cells, "image", "class", "probability")
         if self.json is not None:
-            write_json(self.json, {"images": answers, "skipped": skipped})
+            images = [{"image": str(path), "classes": classes_of} for path, classes_of in found.items()]
+            write_json(self.json, {"images": images, "skipped": skipped})
 
 
 def _class_names(classes: Sequence[str]) -> list[str]:
@@ -184,15 +189,3 @@ def shown_names(images: Sequence[Path]) -> list[str]:
     """The names of files; where two have one name, their paths."""
     names = [path.name for path in images]
     return names if len(set(names)) == len(names) else list(map(str, images))
-
-
-def _say_scores(images: Sequence[Path], texts: Sequence[str], scores: Sequence[Sequence[float]]) -> None:
-    """Print scores [images, texts] as a table, or where its columns would be wide, a line for each pair."""
-    names = shown_names(images)
-    if len(texts) <= MANY and max(map(len, texts)) <= WIDE:
-        table = ([name, *(f"{score:.3f}" for score in row)] for name, row in zip(names, scores, strict=True))
-        say_table(table, "image", *texts)
-        return
-    pairs = zip(names, scores, strict=True)
-    lines = ((f"{score:.3f}", name, text) for name, row in pairs for score, text in zip(row, texts, strict=True))
-    say_table(lines, "score", "image", "text")

@@ -41,31 +41,19 @@ def setting(default: T, text: str, low: float | None = None, high: float = UNLIM
 
 
 def about(
-    text: str = "",
-    low: float | None = None,
-    high: float = UNLIMITED,
-    *,
-    flag: str | None = None,
-    hint: str = "",
-    needs: str = "",
-    initial: str = "",
+    text: str = "", low: float | None = None, high: float = UNLIMITED, *, flag: str | None = None, **more: str
 ) -> Mapping[str, Any]:
     """Metadata of a field of settings.
 
     Args: text: help of the flag; low, high: limits of each of its numbers, included; flag: its name where that is not
-    the field's; "": none, or of nested settings no prefix; hint: end of the error message, what to do; needs: the
+    the field's; "": none, or of nested settings no prefix; more: hint: end of the error message, what to do; needs: the
     setting beside it without which it has no effect, "name=muon" or "rank!=0"; initial: the weight whose initial value
     it is, "head.bias".
     """
+    if unknown := more.keys() - {"hint", "needs", "initial"}:
+        raise TypeError(f"a setting has no {', '.join(unknown)}: expected flag, hint, needs or initial.")
     limits = {} if low is None else {"limits": (low, high)}
-    return {
-        "help": text,
-        "hint": hint,
-        "needs": needs,
-        "initial": initial,
-        **limits,
-        **({} if flag is None else {"flag": flag}),
-    }
+    return {"help": text, **limits, **({} if flag is None else {"flag": flag}), **more}
 
 
 class Leaf(NamedTuple):
@@ -84,7 +72,7 @@ def leaves(settings: Any, path: str = "", flag: str = "") -> Iterator[Leaf]:
     for f in fields(settings):
         value, declared = getattr(settings, f.name), f.metadata.get("flag")
         name = f.name.replace("_", "-")
-        if is_dataclass(value):
+        if is_dataclass(value) and not isinstance(value, type):
             yield from leaves(value, f"{path}{f.name}.", flag if declared == "" else f"{flag}{declared or name}.")
         else:
             yield Leaf(type(settings), f, value, path + f.name, flag + (declared or name), settings)

@@ -132,7 +132,7 @@ def open_remote_tars(src: str) -> Rows:
         )
     wanted = [files[unquote(name)] for name in names] or list(files.values())
     for file in wanted:
-        addresses.remember(at(_name(file)))
+        addresses.address_of(at(_name(file)).full)
     classes = lines("classnames.txt"), lines("zeroshot_classification_templates.txt")
     return _rows(address.url, folder, wanted, index, *classes)
 

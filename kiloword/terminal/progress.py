@@ -125,6 +125,6 @@ def duration(seconds: float | None) -> str:
         return "?"
     minutes, s = divmod(int(seconds), 60)
     hours, m = divmod(minutes, 60)
-    if hours < 1:
-        return f"{m}:{s:02d}"
-    return f"{hours}:{m:02d}:{s:02d}" if hours < 24 else f"{hours // 24}d {hours % 24:02d}h"
+    if hours >= 24:
+        return f"{hours // 24}d {hours % 24:02d}h"
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
