@@ -25,7 +25,7 @@ import loss
 import save
 import startup
 import tokens
-from kiloword.apps.mine import analyses, calibrate
+from kiloword.apps.mine import analyses
 from kiloword.apps.mine import search as mining
 from kiloword.apps.mine.corpus import Corpus
 from kiloword.apps.search import library as libraries
@@ -223,9 +223,8 @@ def corpus(captions: int, images: int = 0) -> Corpus:
         for n in (images, captions)
     ]
     starts = np.arange(images + 1) * 5
-    means = sides[1].reshape(images, 5, DIM).mean(1, dtype=np.float32)
     names = [f"a caption {n}" for n in range(captions)]
-    return Corpus([str(n) for n in range(images)], names, starts, *sides, means)
+    return Corpus([str(n) for n in range(images)], names, starts, *sides)
 
 
 def mine(n: int, folder: Path) -> Call:
@@ -237,7 +236,7 @@ def mine(n: int, folder: Path) -> Call:
 def mine_share(n: int, folder: Path) -> Call:
     """The same for 256 of the images alone, a block: what one of many ranks does."""
     made = corpus(n)
-    mining.own = lambda parts: parts[:1]  # type: ignore[assignment]
+    mining.in_turns = lambda parts, do: map(do, parts[:1])
     return quiet(lambda: mining.search(made, Mined(), chunk=256))
 
 
@@ -246,11 +245,8 @@ def mine_rest(n: int, folder: Path) -> Call:
     made = corpus(n)
 
     def call() -> None:
-        calibrate.calibrate(made.annotated(), calibrate.random_pairs(made, 0), Mined())
-        for analysis in (analyses.nearest, analyses.one_and_mean):
-            analysis(made, 0)
-        analyses.ranks(made, 1024, 0)
-        analyses.among(made)
+        mining.calibrate(made.annotated(), mining.random_pairs(made, 0)[0], Mined())
+        analyses.analysed(made, 1024, 0)
 
     return call
 

@@ -48,21 +48,21 @@ def make(
 
 def _calibrated(table: Any, source: Any) -> dict[str, Any]:
     """Thresholds, and counts of the random pairs that they mine."""
-    from kiloword.apps.mine.calibrate import calibrate, random_pairs
     from kiloword.apps.mine.corpus import corpus_of, truth_of
+    from kiloword.apps.mine.search import calibrate, random_pairs
     from kiloword.methods.fff.preset import Mined, matches
 
     corpus, rows = corpus_of(source, table)
-    sample = random_pairs(corpus, SEED, truth=truth_of(source, corpus.captions, rows))
+    sample, true = random_pairs(corpus, SEED, truth=truth_of(source, corpus.captions, rows))
     settings = calibrate(corpus.annotated(), sample, Mined())
     mined = {}
     for name, terms in {"eq. 2": TERMS, **{term: (term,) for term in TERMS}}.items():
         on: Any = {term: term in terms for term in TERMS}
         chosen = replace(settings, **on)
-        positives = matches(chosen, sample.it, sample.ii, sample.tt)
+        positives = matches(chosen, *sample)
         counts = {"pairs": len(positives), "mined": int(positives.sum())}
-        if sample.true is not None:
-            counts |= {"true": int(sample.true.sum()), "right": int((positives & sample.true).sum())}
+        if true is not None:
+            counts |= {"true": int(true.sum()), "right": int((positives & true).sum())}
         mined[name] = counts
     return {"thresholds": {k: v for k, v in asdict(settings).items() if k in THRESHOLDS}, "mined": mined}
 

@@ -17,16 +17,13 @@ def unit(values: np.ndarray) -> np.ndarray:
 def corpus(images: np.ndarray, texts: list[np.ndarray], captions: list[str] | None = None) -> Corpus:
     """Images [N, D] and every image's captions [k, D]."""
     starts = np.concatenate([[0], np.cumsum([len(t) for t in texts])])
-    means = np.stack([t.mean(0) if len(t) else np.zeros(images.shape[1]) for t in texts])
     names = captions or [f"caption {n}" for n in range(starts[-1])]
-    return Corpus([f"k{n}" for n in range(len(images))], names, starts, images, np.concatenate(texts), means)
+    return Corpus([f"k{n}" for n in range(len(images))], names, starts, images, np.concatenate(texts))
 
 
-def random_corpus(seed: int, n: int = 9, dim: int = 6, unknown: bool = False) -> Corpus:
+def random_corpus(seed: int, n: int = 9, dim: int = 6, without: bool = False) -> Corpus:
+    """Args: without: some images have no caption."""
     rng = np.random.default_rng(seed)
     images = unit(rng.normal(size=(n, dim)))
-    texts = [unit(rng.normal(size=(int(rng.integers(0 if unknown else 1, 4)), dim)) + images[i]) for i in range(n)]
-    if unknown:
-        images[3] = 0
-        texts[5][:] = 0
+    texts = [unit(rng.normal(size=(int(rng.integers(0 if without else 1, 4)), dim)) + images[i]) for i in range(n)]
     return corpus(images.astype(np.float32), [t.astype(np.float32) for t in texts])

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kiloword.apps.mine.corpus import Corpus
 from kiloword.cli.main import main
 from kiloword.config.recipes import AugmentConfig, DataConfig, Recipe, TextConfig
 from kiloword.config.settings import read_config
@@ -234,7 +233,7 @@ def test_what_does_not_fit_is_refused(sources: list[Source], store: FeatureStore
         (lambda: loader(sources[0], [store, other]), "the same in all stores"),
         (lambda: loader(sources[0], [store], AugmentConfig()), "no augmentation"),
         (lambda: reads([store], data, sources[0], Tokenizer.train([], 262)), "--image-features"),
-        (lambda: Corpus.of(store), "`train --features` alone"),
+        (lambda: store.images(), "`train --features` alone"),
         (lambda: stored(tmp_path / "plain", sources, name="plain"), "views 1 there, 3 here"),
     )
     for refusal, word in refusals:

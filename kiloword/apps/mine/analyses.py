@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import ArrayLike
 
-from kiloword.apps.mine.calibrate import some
 from kiloword.apps.mine.corpus import Corpus, Floats, Ints
+from kiloword.apps.mine.search import some
 from kiloword.evaluation.metrics import standing
 from kiloword.model.encoding import chunks
 from kiloword.randomness import generator, key
@@ -16,66 +19,69 @@ BATCHES = 16  # at most, of which the true caption is ranked
 QUERIES, NEAREST = 4096, 100  # captions, at most, whose nearest ones are looked up; and how many of them
 
 
-def ranks(corpus: Corpus, batch: int, seed: int) -> tuple[Floats, Floats]:
-    """Rank of each image's own caption, and of each caption's own image, in random batches of images with one each.
+def analysed(corpus: Corpus, batch: int, seed: int) -> dict[str, Any]:
+    """The analyses of all captions, of the original or of the extra ones."""
+    of_captions = ranks(corpus, batch, seed)
+    several = np.diff(corpus.starts) > 1  # images with several captions, k of them
+    k, one = np.diff(corpus.starts)[several], one_caption_each(corpus, seed)[1][several]
+    images, means = corpus.images[several], corpus.means[several]
+    of_image, of_mean = (np.einsum("nd,nd->n", x, means, dtype=np.float64) for x in (images, means))
+    return {
+        "captions": len(corpus.captions),
+        "repeated": len(corpus.captions) - len(set(corpus.captions)),
+        "frequent": Counter(corpus.captions).most_common(100),
+        "rank_of_own_caption": spread(of_captions),
+        "own_caption_first": float(np.mean(of_captions <= 1)),
+        "annotated_similarity": spread(corpus.annotated()),
+        "nearest_captions_similarity": spread(nearest(corpus, seed)),
+        # pairs of k unit vectors with the sum s have (|s|^2 - k) / (k (k - 1)) on average
+        "similarity_among_captions": spread((of_mean * k**2 - k) / (k * (k - 1))),
+        "similarity_with_one_caption": spread(corpus.annotated(one)),
+        "similarity_with_mean_caption": spread(of_image / np.sqrt(of_mean)),
+    }
 
-    1 is first, and equal scores share their mean rank. [n] each, whole batches, at most BATCHES of them.
-    """
-    order, caption = one_caption_each(corpus, seed)
-    batch, found = min(batch, len(order)), list[tuple[Floats, Floats]]()
-    for n in range(min(len(order) // batch, BATCHES)):
-        part = order[n * batch : (n + 1) * batch]
-        scores = corpus.load(corpus.images, part) @ corpus.load(corpus.texts, caption[part]).T  # [b, b]
-        found.append((_rank_of_diagonal(scores), _rank_of_diagonal(scores.T)))
-    by_image, by_caption = zip(*found, strict=True)
-    return np.concatenate(by_image), np.concatenate(by_caption)
+
+def spread(values: ArrayLike) -> dict[str, float] | None:
+    """Mean, deviation and quantiles; None without values."""
+    array = np.asarray(values, np.float64)
+    if not len(array):
+        return None
+    names, quantiles = ("q05", "median", "q95", "max"), np.quantile(array, (0.05, 0.5, 0.95, 1)).tolist()
+    return {"mean": float(array.mean()), "std": float(array.std()), **dict(zip(names, quantiles, strict=True))}
 
 
 def one_caption_each(corpus: Corpus, seed: int) -> tuple[Ints, Ints]:
-    """Images that have a known caption, in random order; [N] one such caption of every image."""
+    """Images that have a caption, in random order; [N] one caption of every image, -1: it has none."""
     rng = generator(seed, "ranks")
-    captions = rng.permutation(corpus.paired)
+    captions = rng.permutation(len(corpus.captions))
     caption = np.full(len(corpus.keys), -1, np.int64)
     caption[corpus.owner[captions]] = captions
     return rng.permutation(np.flatnonzero(caption >= 0)), caption
 
 
-def _rank_of_diagonal(scores: Tensor) -> Floats:
-    where = standing(scores, torch.eye(len(scores), dtype=torch.bool, device=scores.device))
-    return (where.higher + (where.tied + 1) / 2).cpu().numpy()
+def ranks(corpus: Corpus, batch: int, seed: int) -> Floats:
+    """Rank of each image's own caption in random batches of images with one caption each.
+
+    1 is first, and equal scores share their mean rank. [n], whole batches, at most BATCHES of them.
+    """
+    order, caption = one_caption_each(corpus, seed)
+    batch = min(batch, len(order))
+    found = list[Floats]()
+    for part in order[: min(len(order) // batch, BATCHES) * batch].reshape(-1, batch):
+        scores = corpus.load(corpus.images, part) @ corpus.load(corpus.texts, caption[part]).T  # [b, b]
+        where = standing(scores, torch.eye(batch, dtype=torch.bool, device=scores.device))
+        found.append((where.higher + (where.tied + 1) / 2).cpu().numpy())
+    return np.concatenate(found)
 
 
 def nearest(corpus: Corpus, seed: int, k: int = NEAREST) -> Floats:
     """Mean similarity of a caption to its k nearest others (also of equal words), [Q]; at most QUERIES are drawn."""
-    texts = corpus.known_texts
-    queries = some(texts, QUERIES, key(seed, "nearest"))
+    n = len(corpus.captions)
+    queries = some(n, QUERIES, key(seed, "nearest"))
     asked = corpus.load(corpus.texts, queries)
-    best = asked.new_full((len(asked), min(k, len(texts) - 1)), -torch.inf)
-    for part in chunks(len(texts), 4096):
-        scores = asked @ corpus.load(corpus.texts, texts[part]).T
-        scores[torch.from_numpy(queries[:, None] == texts[None, part])] = -torch.inf
+    best = asked.new_full((len(asked), min(k, n - 1)), -torch.inf)
+    for part in chunks(n, 4096):
+        scores = asked @ corpus.load(corpus.texts, part).T
+        scores[torch.from_numpy(queries[:, None] == np.arange(part.start, part.stop))] = -torch.inf
         best = torch.cat([best, scores], 1).topk(best.shape[1], dim=1).values
     return best.mean(1).cpu().numpy()
-
-
-def among(corpus: Corpus) -> Floats:
-    """Mean similarity between the captions of one image, for the images with two known captions or more.
-
-    Of k unit vectors with the sum s, all pairs together have (|s|^2 - k) / (k (k - 1)).
-    """
-    count = np.bincount(corpus.owner[corpus.known_texts], minlength=len(corpus.keys))
-    which, norms = count > 1, _products(corpus.means, corpus.means) * np.diff(corpus.starts) ** 2
-    return np.asarray((norms[which] - count[which]) / (count[which] * (count[which] - 1)))
-
-
-def one_and_mean(corpus: Corpus, seed: int) -> tuple[Floats, Floats]:
-    """Similarity of images that have several captions with one of them, drawn, and with the mean of all; [n] each."""
-    _, caption = one_caption_each(corpus, seed)
-    which = np.flatnonzero(np.bincount(corpus.owner[corpus.paired], minlength=len(corpus.keys)) > 1)
-    mean = _products(corpus.images, corpus.means)[which] / np.sqrt(_products(corpus.means, corpus.means)[which])
-    return corpus.annotated(caption[which]), mean
-
-
-def _products(a: Floats, b: Floats) -> Floats:
-    """The product of each row with the other's, [n] float64."""
-    return np.asarray(np.einsum("nd,nd->n", a, b, dtype=np.float64))

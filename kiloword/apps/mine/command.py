@@ -8,14 +8,12 @@ from pathlib import Path
 from kiloword.config.execution import Some
 from kiloword.config.settings import ABOVE_0, BELOW_1, check, setting
 
-FALSE_RATE = 1e-4
-
 
 @dataclass(frozen=True, kw_only=True)
 class Mine:
     """Mine captions that match other images.
 
-    Writes OUT/report.html, pairs.parquet, mine.json and thresholds.json.
+    Writes OUT/report.html, pairs.parquet and mine.json.
 
     Examples:
       kiloword mine photos/train --features features --out mined --calibrate
@@ -23,7 +21,7 @@ class Mine:
 
     data: Some[str]  # tars, a table, a folder of images or scenes, as for `kiloword train`
     features: Path  # feature store of a teacher for the data (`kiloword embed`)
-    out: Path  # folder for report, pairs and thresholds
+    out: Path  # folder for report, pairs and figures
     p1: float | None = None  # a pair matches if the cosine of image and caption is larger; the paper: 0.27
     p2: float | None = None  # or if the cosine of the image and the caption's image is larger; the paper: 0.92
     # or if the mean cosine of the caption and the image's captions is larger (the paper: 0.99), and p1-text holds
@@ -31,7 +29,7 @@ class Mine:
     p1_text: float | None = None  # with p3: the cosine of image and caption is larger; the paper: 0.24
     calibrate: bool = False  # fit unspecified thresholds to the teacher, and print the flags for training
     false_rate: float = setting(
-        FALSE_RATE, "with calibrate: largest share of random pairs that p1, p2 and p3 each accept", ABOVE_0, BELOW_1
+        1e-4, "with calibrate: largest share of random pairs that p1, p2 and p3 each accept", ABOVE_0, BELOW_1
     )
     batch: int = setting(1024, "images per random batch in which the true caption is ranked", 2)
     most: int = setting(20, "mined pairs per image in pairs.parquet, best first; all are counted", 1)
@@ -44,8 +42,6 @@ class Mine:
         from kiloword.apps.mine.mine import mine
 
         check(self)
-        if self.false_rate != FALSE_RATE and not self.calibrate:
+        if self.false_rate != Mine.false_rate and not self.calibrate:
             raise ValueError("--false-rate has an effect only with --calibrate: add that, or omit it.")
-        if self.calibrate and None not in (self.p1, self.p2, self.p3, self.p1_text):
-            raise ValueError("--calibrate fits the thresholds that are not given, and all are given: omit it.")
         mine(self)

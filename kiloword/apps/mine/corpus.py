@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,44 +16,25 @@ from torch import Tensor
 from kiloword.data.reading import captions_at
 from kiloword.model.encoding import chunks
 from kiloword.stores.features import FeatureStore
-from kiloword.types import Source
+from kiloword.types import BadSample, Source
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.floating[Any]]
 Truth = Callable[[Ints, Ints], Tensor]
 """Ground truth: which captions [t] are true of which images [i]: bool [t, i]."""
+ROWS = 65536  # loaded at once
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Features of N images and their T captions by one teacher. Rows have unit norm, or are zero if missing."""
+    """Features of N images and their T captions by one teacher, of unit norm."""
 
     keys: Sequence[str]  # [N]
     captions: Sequence[str]  # [T]
     starts: Ints  # [N + 1], first caption of every image
     images: Floats  # [N, D]
     texts: Floats  # [T, D]
-    means: Floats  # [N, D], mean over the captions of an image, not normalised
     device: str = "cpu"
-
-    @staticmethod
-    def of(table: FeatureStore, device: str = "cpu") -> Corpus:
-        """Corpus of a feature store."""
-        starts = np.asarray(table.starts, np.int64)
-        return Corpus(table.keys, table.captions, starts, table.images(), table.texts(), table.text_means(), device)
-
-    def only(self, captions: NDArray[np.bool_], images: NDArray[np.bool_] | None = None) -> Corpus:
-        """Select captions by mask [T] and images by mask [N]; captions of dropped images are dropped."""
-        images = np.ones(len(self.keys), bool) if images is None else images
-        rows, kept = np.flatnonzero(images), np.flatnonzero(captions & images[self.owner])
-        owner = (np.cumsum(images) - 1)[self.owner[kept]]
-        starts = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(rows)))])
-        texts = np.array(self.texts[kept], np.float32)
-        means = np.zeros((len(rows), texts.shape[1]), np.float32)
-        np.add.at(means, owner, texts)
-        means /= np.maximum(np.diff(starts), 1)[:, None]
-        keys, names = [self.keys[n] for n in rows.tolist()], [self.captions[t] for t in kept.tolist()]
-        return Corpus(keys, names, starts, np.array(self.images[rows]), texts, means, self.device)
 
     @cached_property
     def owner(self) -> Ints:
@@ -60,72 +42,75 @@ class Corpus:
         return np.repeat(np.arange(len(self.keys)), np.diff(self.starts))
 
     @cached_property
-    def known_images(self) -> Ints:
-        """Images with features, ascending."""
-        return np.flatnonzero(np.any(self.images, axis=1))
-
-    @cached_property
-    def known_texts(self) -> Ints:
-        """Captions with features, ascending."""
-        return np.flatnonzero(np.any(self.texts, axis=1))
-
-    @cached_property
-    def paired(self) -> Ints:
-        """Captions with features of images with features, ascending."""
-        return self.known_texts[np.isin(self.owner[self.known_texts], self.known_images)]
+    def means(self) -> Floats:
+        """[N, D] mean over the captions of an image, not normalised."""
+        sums = torch.zeros(self.images.shape)
+        for part in chunks(len(self.captions), ROWS):
+            sums.index_add_(
+                0, torch.from_numpy(self.owner[part]), torch.from_numpy(np.array(self.texts[part], np.float32))
+            )
+        return sums.numpy() / np.maximum(np.diff(self.starts), 1, dtype=np.float32)[:, None]
 
     def load(self, values: Floats, which: slice | Ints) -> Tensor:
         """Load rows of `images`, `texts` or `means`: [n, D] float32 on the device."""
         return torch.from_numpy(np.array(values[which], dtype=np.float32)).to(self.device)
 
     def annotated(self, captions: Ints | None = None) -> Floats:
-        """S_it of captions with their images, [n] float32. Args: captions: default: `paired`."""
-        captions = self.paired if captions is None else captions
+        """S_it of captions with their images, [n] float32. Args: captions: all by default."""
+        captions = np.arange(len(self.captions)) if captions is None else captions
         found = np.zeros(len(captions), np.float32)
-        for part in chunks(len(captions), 65536):
+        for part in chunks(len(captions), ROWS):
             images = self.load(self.images, self.owner[captions[part]])
             found[part] = (images * self.load(self.texts, captions[part])).sum(1).cpu().numpy()
         return found
 
+    def similarities(self, images: slice | Ints, captions: slice | Ints) -> Tensor:
+        """S_it, S_ii and S_tt of images with captions: [3, i, t] (arXiv:2405.10286, eq. 2 and section 4.3).
 
-def similarities(images: Tensor, means: Tensor, texts: Tensor, owners: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """S_it, S_ii and S_tt of images with captions, [i, t] each (arXiv:2405.10286, eq. 2 and section 4.3).
-
-    Args: images and means [i, D] of the images; texts [t, D]; owners [t, D], the images of the captions. S_tt is the
-    mean over the captions of an image.
-    """
-    return images @ texts.T, images @ owners.T, means @ texts.T
+        S_tt is the mean over the captions of an image.
+        """
+        vectors, texts = self.load(self.images, images), self.load(self.texts, captions)
+        owners, means = self.load(self.images, self.owner[captions]), self.load(self.means, images)
+        return torch.stack([vectors @ texts.T, vectors @ owners.T, means @ texts.T])
 
 
 def corpus_of(source: Source, table: FeatureStore, device: str = "cpu") -> tuple[Corpus, Ints]:
-    """The images and captions that both a store and a source have, and the images' rows in the source [N]."""
-    corpus, places = Corpus.of(table, device), table.places(source)
-    rows = np.full(len(corpus.keys), -1, np.int64)
-    found = np.flatnonzero(places >= 0)[::-1]  # of an image that has several rows, the first
-    rows[places[found]] = found
-    captions = np.zeros(len(corpus.captions), bool)
-    for n in np.flatnonzero(rows >= 0).tolist():
-        of_source, of_image = set(captions_at(source, int(rows[n]))), slice(*corpus.starts[n : n + 2].tolist())
-        captions[of_image] = [caption in of_source for caption in corpus.captions[of_image]]
-    if not captions.all() or (rows < 0).any():
-        corpus = corpus.only(captions, rows >= 0)
-    return corpus, rows[rows >= 0]
+    """The images and captions that both a store and a source have, and the images' rows in the source [N].
+
+    Raises: ValueError for a store of other data.
+    """
+    places, rows = np.unique(table.places(source), return_index=True)  # of an image that has several rows, the first
+    places, rows = places[places >= 0], rows[places >= 0]
+    of_images = list[list[int]]()
+    for place, row in zip(places.tolist(), rows.tolist(), strict=True):
+        captions = list[str]()
+        with suppress(BadSample):  # no caption
+            captions = captions_at(source, row)
+        texts = range(*table.starts[place : place + 2].tolist())
+        of_images.append([text for text in texts if table.captions[text] in captions])
+    chosen = np.array([text for texts in of_images for text in texts], np.int64)
+    images, features = table.images(), table.texts()
+    made = Corpus(
+        [table.keys[place] for place in places.tolist()],
+        [table.captions[text] for text in chosen.tolist()],
+        np.cumsum([0, *map(len, of_images)]),
+        images if len(places) == len(images) else images[places],
+        features if len(chosen) == len(features) else features[chosen],
+        device,
+    )
+    return made, rows
 
 
 def truth_of(source: Source, captions: Sequence[str], rows: Ints) -> Truth | None:
     """Ground truth, if the source has it for all T captions; else None. Args: rows of N images."""
-    relevance = getattr(source, "relevance", None)
-    different, inverse = np.unique(np.array(captions, dtype=object), return_inverse=True)
-    try:
-        if relevance is None:
-            return None
-        relevance(different.tolist(), rows[:1].tolist())
-    except ValueError:  # captions that the source cannot parse
-        return None
+    relevance: Any = getattr(source, "relevance", None)
+    different, place = np.unique(np.array(captions, dtype=object), return_inverse=True)
 
     def truth(some: Ints, images: Ints) -> Tensor:
-        needed, place = np.unique(inverse.reshape(-1)[some], return_inverse=True)  # equal captions are judged once
-        true = relevance(different[needed].tolist(), rows[images].tolist())
-        return torch.from_numpy(np.asarray(true))[torch.from_numpy(place.reshape(-1))]
+        needed, again = np.unique(place[some], return_inverse=True)  # equal captions are judged once
+        return torch.from_numpy(np.asarray(relevance(different[needed].tolist(), rows[images].tolist()))[again])
 
-    return truth
+    with suppress(ValueError):  # captions that the source cannot parse
+        if relevance is not None and len(truth(np.arange(len(captions)), np.arange(1))):
+            return truth
+    return None

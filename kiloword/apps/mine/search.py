@@ -1,84 +1,133 @@
-"""Search all pairs of images and captions in blocks for matches by eq. 2, and by each of its terms."""
+"""Thresholds of eq. 2 (arXiv:2405.10286) that fit a teacher, and the pairs of a data set that it accepts.
+
+The paper's p1 starts at the mean S_it of annotated pairs; p2 and p3 accept only nearly identical samples (appendix B).
+For a teacher that is not the paper's, `calibrate` takes:
+
+p1   the mean S_it of the annotated pairs, but at least the value that only `false_rate` of random pairs exceed: a weak
+     teacher scores many false pairs above that mean;
+p2   the S_ii that only `false_rate` of random pairs exceed; at most NEARLY_SAME, as exact copies must match;
+p3   the same for S_tt;
+p1'  the S_it that nine of ten annotated pairs exceed, at most p1.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kiloword.apps.mine.corpus import Corpus, Truth, similarities
-from kiloword.config.settings import check
-from kiloword.distributed.sharing import own, sums
-from kiloword.methods.fff.preset import Mined, matches
+from kiloword.apps.mine.corpus import Corpus, Floats, Ints, Truth
+from kiloword.distributed.sharing import in_turns
+from kiloword.methods.fff.preset import Mined
 from kiloword.model.encoding import chunks
+from kiloword.randomness import key
 from kiloword.terminal.progress import track
 
-TERMS = {"it": "image_text", "ii": "image_image", "tt": "text_text"}
-"""The terms of eq. 2 and the fields of `Mined` that enable them."""
+TERMS = ("it", "ii", "tt")  # of eq. 2, by the similarity that each one asks for
+NEARLY_SAME = 0.999  # largest p2 and p3: identical features can round below 1
+FLOOR = 0.1  # share of annotated pairs that p1' rejects
+DIGITS = 4  # decimal digits of a threshold
+LOWEST = 10.0**-DIGITS
+
+
+def some(n: int, most: int, number: int) -> Ints:
+    """At most `most` of n places, drawn without replacement, ascending."""
+    if n <= most:
+        return np.arange(n)
+    return np.sort(np.random.Generator(np.random.Philox(number)).choice(n, most, replace=False))
+
+
+def random_pairs(corpus: Corpus, seed: int, truth: Truth | None = None) -> tuple[Tensor, Tensor | None]:
+    """S_it, S_ii and S_tt [3, n] of all pairs of some images with some captions, without annotated pairs.
+
+    Also which of them are true [n], with ground truth.
+    """
+    rows = some(len(corpus.keys), 2048, key(seed, "random pairs", "pictures"))
+    columns = some(len(corpus.captions), 4096, key(seed, "random pairs", "captions"))
+    others = torch.from_numpy(rows[:, None] != corpus.owner[columns])
+    true = None if truth is None else truth(columns, rows).T[others]
+    return corpus.similarities(rows, columns).cpu()[:, others], true
+
+
+def calibrate(annotated: Floats, sample: Tensor, settings: Mined, false_rate: float = 1e-4) -> Mined:
+    """The settings with thresholds that fit the teacher.
+
+    Args: annotated: S_it of the annotated pairs; sample: similarities of `random_pairs`.
+    Errors: ValueError when the teacher does not score annotated pairs above 0.
+    """
+    mean = round(float(np.mean(annotated)), DIGITS)
+    floor = round(float(np.quantile(annotated, FLOOR)), DIGITS)
+    if mean <= 0:
+        raise ValueError(
+            f"the teacher gives its annotated pairs a mean similarity of {mean:.4f}; expected above 0. "
+            "It cannot distinguish matching captions: train it longer, or use another."
+        )
+    lows = zip((mean, LOWEST, LOWEST), sample, strict=True)
+    p1, p2, p3 = (max(low, min(exceeded_by(values, false_rate), NEARLY_SAME)) for low, values in lows)
+    return replace(settings, p1=p1, p2=p2, p3=p3, p1_text=max(min(floor, p1), LOWEST))
+
+
+def exceeded_by(values: Tensor, share: float) -> float:
+    """A value, rounded to DIGITS digits, that at most this share of the values exceeds."""
+    value = float(values.kthvalue(len(values) - int(share * len(values))).values)
+    return math.ceil(round(value * 10.0**DIGITS, 3)) / 10.0**DIGITS
 
 
 @dataclass
 class MinedPairs:
-    """Result of a search. Mined pairs are matches that are not annotated."""
+    """P pairs of N images: matches that are not annotated, image by image, the best by S_it first."""
 
-    column: Tensor  # [N, most] int64, captions of the best mined pairs of each image by S_it, -1: none
-    scores: Tensor  # [3, N, most] float32: S_it, S_ii, S_tt
-    per_image: Tensor  # [N] int64 mined pairs
-    # [3, 5] pairs that are mined, mined and true, annotated: by eq. 2, by each term; last, accepted or not: those that
-    # are not annotated, true ones of these, annotated ones
-    counts: Tensor
+    image: Ints  # [P]
+    caption: Ints  # [P]
+    scores: Tensor  # [3, P] float32: S_it, S_ii, S_tt
+    true: NDArray[np.bool_]  # [P]; False without ground truth
+    per_image: Tensor  # [N] int64 mined pairs, also those beyond the best
+    counts: Tensor  # [2, 5] by eq. 2, by each term, all that are not annotated: pairs, and true ones of these
 
 
-def by_term(settings: Mined, it: Tensor, ii: Tensor, tt: Tensor) -> Tensor:
-    """Pairs accepted by each term of eq. 2: bool [3, ...]."""
-    fields = TERMS.values()
-    alone: list[Any] = [{other: getattr(settings, other) and other == one for other in fields} for one in fields]
-    return torch.stack([matches(replace(settings, **on), it, ii, tt) for on in alone])
+def by_term(settings: Mined, values: Tensor) -> Tensor:
+    """Pairs [3, ...] accepted by each term of eq. 2 (`kiloword.methods.fff.preset.matches`): bool [3, ...]."""
+    it, ii, tt = values
+    return torch.stack([it > settings.p1, ii > settings.p2, (tt > settings.p3) & (it > settings.p1_text)])
 
 
 def search(
     corpus: Corpus, settings: Mined, *, most: int = 20, chunk: int = 2048, truth: Truth | None = None
 ) -> MinedPairs:
-    """The pairs of a data set that eq. 2 accepts; ranks that share the work each search some blocks of images.
+    """The pairs of a data set that eq. 2 accepts; ranks that share the work search blocks of images in turns.
 
     Args: most: number of mined pairs per image to return, best S_it first, equal ones as the captions stand (all are
     counted); chunk: images and captions per block; truth: ground truth, if known.
-    Errors: ValueError for thresholds out of range.
     """
-    check(settings, prefix="")
-    n, t, device = len(corpus.keys), len(corpus.captions), corpus.device
-    most = min(most, t)
-    column, scores = torch.full((n, most), -1), torch.full((3, n, most), -torch.inf)
-    per_image, counts = torch.zeros(n, dtype=torch.int64), torch.zeros(3, 5, dtype=torch.int64)
-    mine = own(list(chunks(n, chunk)))
-    blocks = [(r, c) for c in chunks(t, chunk) for r in mine]
-    for r, c in track(blocks, "pairs", "blocks of pairs", len(blocks)):
-        owner = corpus.owner[c]
-        texts, owners = corpus.load(corpus.texts, c), corpus.load(corpus.images, owner)
-        values = torch.stack(similarities(corpus.load(corpus.images, r), corpus.load(corpus.means, r), texts, owners))
-        annotated = torch.from_numpy(owner[None] == np.arange(r.start, r.stop)[:, None]).to(device)  # [i, t]
-        every = torch.ones_like(annotated)
-        hits = torch.stack([matches(settings, *values), *by_term(settings, *values), every])  # [5, i, t]
-        mined = hits & ~annotated
-        counts[0] += mined.sum((1, 2)).cpu()
-        counts[2] += (hits & annotated).sum((1, 2)).cpu()
-        if truth is not None:
-            true = truth(np.arange(c.start, c.stop), np.arange(r.start, r.stop)).T.to(device)
-            counts[1] += (mined & true).sum((1, 2)).cpu()
-        per_image[r] += mined[0].sum(1).cpu()
-        # ties, such as the 0 of missing features, in the order of the captions: far below float32's differences
-        width, exact = values.shape[2], torch.float32 if device == "mps" else torch.float64
-        ordered = values[0].to(exact) - 1e-13 * torch.arange(width, device=device)
-        place = ordered.masked_fill(~mined[0], -torch.inf).topk(min(most, width), 1).indices
-        none = ~mined[0].gather(1, place)
-        block = values.gather(2, place.expand(3, -1, -1)).masked_fill(none, -torch.inf).cpu()
-        joined = torch.cat([scores[:, r], block], 2)
-        order = joined[0].argsort(dim=1, descending=True, stable=True)[:, :most]
-        column[r] = torch.cat([column[r], torch.where(none, -1, place + c.start).cpu()], 1).gather(1, order)
-        scores[:, r] = joined.gather(2, order.expand(3, -1, -1))
-    # the images of other ranks add nothing
-    column, finite, per_image, counts = sums(column + 1, scores.masked_fill(column < 0, 0), per_image, counts)
-    return MinedPairs(column - 1, finite.masked_fill(column == 0, -torch.inf), per_image, counts)
+
+    def mined_of(r: slice) -> tuple[Floats, Tensor, Tensor]:
+        """Of some images the pairs [6, P] (image, caption, true, S_it, S_ii, S_tt), `per_image` and `counts`."""
+        images = np.arange(r.start, r.stop)
+        best, counts = np.zeros((6, 0)), torch.zeros(2, 5, dtype=torch.int64)
+        per_image = torch.zeros(len(images), dtype=torch.int64)
+        for c in chunks(len(corpus.captions), chunk):
+            values, captions = corpus.similarities(r, c), np.arange(c.start, c.stop)
+            accepted, others = by_term(settings, values), torch.from_numpy(corpus.owner[c] != images[:, None])
+            true = torch.zeros_like(others) if truth is None else truth(captions, images).T
+            others, true = others.to(values.device), true.to(values.device)  # [i, t]
+            mined = torch.stack([accepted.any(0), *accepted, torch.ones_like(others)]) & others  # [5, i, t]
+            counts += torch.stack([mined.sum((1, 2)), (mined & true).sum((1, 2))]).cpu()
+            per_image += mined[0].sum(1).cpu()
+            i, t = mined[0].nonzero(as_tuple=True)
+            found = torch.cat([torch.stack([i + r.start, t + c.start, true[i, t]]), values[:, i, t].double()])
+            best = np.concatenate([best, found.cpu().numpy()], 1)
+            best = best[:, np.lexsort((best[1], -best[3], best[0]))]
+            best = best[:, np.arange(best.shape[1]) - np.searchsorted(best[0], best[0]) < most]
+        return best, per_image, counts
+
+    results = in_turns(list(chunks(len(corpus.keys), chunk)), mined_of)
+    shown = track(results, "images", "images", len(corpus.keys), lambda result: len(result[1]))
+    parts, per_image, counts = zip(*shown, strict=True)
+    pairs = np.concatenate(parts, 1)
+    image, caption = pairs[:2].astype(np.int64)
+    scores = torch.from_numpy(pairs[3:].astype(np.float32))
+    return MinedPairs(image, caption, scores, pairs[2] > 0, torch.cat(per_image), sum(counts))

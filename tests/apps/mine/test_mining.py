@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,17 +18,17 @@ from hypothesis import strategies as st
 
 from corpora import LOW, corpus, random_corpus, unit
 from holding import held_by_another
-from kiloword.apps.mine import analyses
-from kiloword.apps.mine.calibrate import RandomPairs, calibrate, exceeded_by, random_pairs
-from kiloword.apps.mine.corpus import Corpus, truth_of
-from kiloword.apps.mine.mine import spread, terms
-from kiloword.apps.mine.search import by_term, search
+from kiloword.apps.mine.analyses import analysed, nearest, ranks, spread
+from kiloword.apps.mine.corpus import Corpus, corpus_of, truth_of
+from kiloword.apps.mine.mine import terms
+from kiloword.apps.mine.search import by_term, calibrate, exceeded_by, random_pairs, search
 from kiloword.cli.main import main
 from kiloword.config.recipes import DataConfig
 from kiloword.data.open import open_data
 from kiloword.data.scenes.source import parse_scenes
-from kiloword.methods.fff.preset import Mined
+from kiloword.methods.fff.preset import Mined, matches
 from kiloword.stores.embed import embed
+from kiloword.stores.features import FeatureStore
 
 
 def literal(c: Corpus, s: Mined) -> dict[tuple[int, int], tuple[float, float, float, bool, bool, bool]]:
@@ -47,50 +48,43 @@ def literal(c: Corpus, s: Mined) -> dict[tuple[int, int], tuple[float, float, fl
 
 
 @settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 10**6), chunk=st.sampled_from([1, 3, 5, 100]), unknown=st.booleans())
-def test_search_is_the_literal_loop(seed: int, chunk: int, unknown: bool) -> None:
-    c = random_corpus(seed, unknown=unknown)
+@given(seed=st.integers(0, 10**6), chunk=st.sampled_from([1, 3, 5, 100]), without=st.booleans())
+def test_search_is_the_literal_loop(seed: int, chunk: int, without: bool) -> None:
+    c = random_corpus(seed, without=without)
     wanted = literal(c, LOW)
-    found = search(c, LOW, most=100, chunk=chunk)
-    assert {(i, int(t)) for i, row in enumerate(found.column) for t in row if t >= 0} == set(wanted)
-    every = len(c.keys) * len(c.captions) - len(c.captions)
+    every = search(c, LOW, most=100, chunk=chunk)
+    pairs = list(zip(every.image.tolist(), every.caption.tolist(), strict=True))
+    assert pairs == sorted(wanted, key=lambda pair: (pair[0], -wanted[pair][0], pair[1]))
+    np.testing.assert_allclose(every.scores.T, np.array([wanted[p][:3] for p in pairs]).reshape(-1, 3), atol=1e-6)
+    assert by_term(LOW, every.scores).T.tolist() == [list(wanted[p][3:]) for p in pairs]
+    assert torch.equal(by_term(LOW, every.scores).any(0), matches(LOW, *every.scores))
     of_terms = [sum(by[3 + n] for by in wanted.values()) for n in range(3)]
-    assert found.counts[0].tolist() == [len(wanted), *of_terms, every]
-    assert found.per_image.tolist() == [sum(i == n for i, _ in wanted) for n in range(len(c.keys))]
+    others = len(c.keys) * len(c.captions) - len(c.captions)
+    assert every.counts.tolist() == [[len(wanted), *of_terms, others], [0] * 5]
+    assert every.per_image.tolist() == [sum(i == n for i, _ in wanted) for n in range(len(c.keys))]
     few = search(c, LOW, most=2, chunk=chunk)
-    assert torch.equal(few.counts, found.counts)
-    for i, row in enumerate(found.column.tolist()):
-        for place, t in enumerate(row):
-            if t >= 0:
-                np.testing.assert_allclose(found.scores[:, i, place], wanted[i, t][:3], atol=1e-6)
-        best = sorted((t for p, t in wanted if p == i), key=lambda t: -wanted[i, t][0])[:2]  # ties: captions' order
-        assert [t for t in few.column[i].tolist() if t >= 0] == best
+    assert torch.equal(few.counts, every.counts)
+    kept = [pair for n, pair in enumerate(pairs) if sum(i == pair[0] for i, _ in pairs[:n]) < 2]
+    assert list(zip(few.image.tolist(), few.caption.tolist(), strict=True)) == kept
 
 
-def test_annotated_pairs_are_judged_by_their_scores_and_never_mined() -> None:
-    images = np.eye(3, 4, dtype=np.float32)
-    c = corpus(images, [images[:1], images[:1], images[2:]])  # the second caption is true of the first image
-    found = search(c, Mined())
-    assert found.counts[::2].tolist() == [[1, 1, 0, 1, 6], [3, 2, 3, 2, 3]]
-    assert [[t for t in row if t >= 0] for row in found.column.tolist()] == [[1], [], []]
-
-
-def test_a_term_that_is_off_accepts_nothing() -> None:
-    it = ii = tt = torch.tensor([1.0, 0.0])
-    assert by_term(Mined(image_image=False), it, ii, tt).tolist() == [[True, False], [False, False], [True, False]]
-    with pytest.raises(ValueError, match="above 0, at most 1"):
-        search(random_corpus(0), Mined(p3=float("nan")))
+@pytest.mark.parametrize("chunk", [1, 2, 9])
+def test_equal_pairs_stand_as_their_captions_do_and_annotated_ones_are_never_mined(chunk: int) -> None:
+    e = np.eye(3, 4, dtype=np.float32)
+    c = corpus(e, [e[:1], e[[0, 1, 0]], e[:1]])  # four captions are e0
+    found = search(c, Mined(), most=2, chunk=chunk)
+    assert (found.image.tolist(), found.caption.tolist()) == ([0, 0], [1, 3])
+    assert found.per_image.tolist() == [3, 0, 0]
+    assert found.counts[0].tolist() == [3, 3, 0, 3, 10]  # S_tt of the third image is 1, but its S_it is 0
 
 
 def test_ranks_count_what_stands_above_and_share_ties() -> None:
     images = np.eye(4, dtype=np.float32)
     texts = [images[:1], images[:1], images[2:3], images[3:]]  # image 1's caption is image 0's
-    of_captions, of_images = analyses.ranks(corpus(images, texts), batch=100, seed=0)
     # image 0: its caption ties with the copy; image 1: all four captions score 0
-    assert sorted(of_captions.tolist()) == [1.0, 1.0, 1.5, 2.5]
-    assert sorted(of_images.tolist()) == [1.0, 1.0, 1.0, 3.0]
+    assert sorted(ranks(corpus(images, texts), batch=100, seed=0).tolist()) == [1.0, 1.0, 1.5, 2.5]
     ones = np.ones((11, 1), np.float32)  # says nothing: the mean rank
-    assert analyses.ranks(corpus(ones, list(ones[:, None])), batch=5, seed=3)[0].tolist() == [3.0] * 10
+    assert ranks(corpus(ones, list(ones[:, None])), batch=5, seed=3).tolist() == [3.0] * 10
 
 
 def test_analyses_of_captions() -> None:
@@ -99,19 +93,28 @@ def test_analyses_of_captions() -> None:
     for texts in np.split(c.texts.astype(np.float64), c.starts[1:-1]):
         pairs = [texts[i] @ texts[j] for i in range(len(texts)) for j in range(i)]
         wanted += [np.mean(pairs)] if pairs else []
-    np.testing.assert_allclose(analyses.among(c), wanted, atol=1e-6)
+    assert analysed(c, 4, 0)["similarity_among_captions"] == pytest.approx(spread(wanted), abs=1e-6)
     e = np.eye(3, dtype=np.float32)
-    found = analyses.nearest(corpus(e, [e[:1], np.stack([e[0], e[1]]), e[2:]]), seed=0, k=2)
+    found = nearest(corpus(e, [e[:1], e[:2], e[2:]]), seed=0, k=2)
     assert found.tolist() == [0.5, 0.5, 0.0, 0.0]  # e0 has a twin; e1 and e2 are like nobody
     images = np.array([[1.0, 0.0], [0.0, 1.0]], np.float32)
     leaning = np.array([[0.6, 0.8], [0.6, -0.8]], np.float32)  # their mean points at the image
-    one, mean = analyses.one_and_mean(corpus(images, [leaning, images[1:]]), seed=0)
-    np.testing.assert_allclose(one, [0.6], atol=1e-6)
-    np.testing.assert_allclose(mean, [1.0], atol=1e-6)
-    values = np.random.default_rng(0).normal(size=50)
-    low, median, high = np.percentile(values, (5, 50, 95))
-    wanted = {"mean": values.mean(), "std": values.std(), "q05": low, "median": median, "q95": high}
-    assert spread(values) == pytest.approx({**wanted, "max": values.max()})
+    figures = analysed(corpus(images, [leaning, images[1:]], ["a", "b", "a"]), 2, 0)
+    assert (figures["captions"], figures["repeated"], figures["frequent"]) == (3, 1, [("a", 2), ("b", 1)])
+    means = {name: value["mean"] for name, value in figures.items() if isinstance(value, dict)}
+    assert means == pytest.approx(
+        {
+            "rank_of_own_caption": 1.0,
+            "annotated_similarity": 2.2 / 3,
+            "nearest_captions_similarity": (0.8 - 0.28 - 0.28 - 0.8) / 6,
+            "similarity_among_captions": -0.28,
+            "similarity_with_one_caption": 0.6,
+            "similarity_with_mean_caption": 1.0,
+        },
+        abs=1e-6,
+    )
+    quantiles = {"q05": 0.5, "median": 5.0, "q95": 9.5, "max": 10.0}
+    assert spread(range(11)) == pytest.approx({"mean": 5.0, "std": 10**0.5, **quantiles})
     assert spread([]) is None
 
 
@@ -126,30 +129,31 @@ def test_a_threshold_is_exceeded_by_no_more_than_its_share(values: list[float], 
 def test_calibration_finds_what_it_says() -> None:
     rng = np.random.default_rng(0)
     annotated = rng.normal(0.5, 0.1, 10_000).astype(np.float32)
-    it, ii, tt = (torch.from_numpy(rng.normal(m, 0.05, 100_000).astype(np.float32)) for m in (0.1, 0.3, 0.4))
-    fitted = calibrate(annotated, RandomPairs(it, ii, tt, None), Mined(annotated_always=False), 1e-3)
+    sample = torch.stack([torch.from_numpy(rng.normal(m, 0.05, 100_000).astype(np.float32)) for m in (0.1, 0.3, 0.4)])
+    fitted = calibrate(annotated, sample, Mined(annotated_always=False), 1e-3)
     assert fitted.p1 == pytest.approx(0.5, abs=0.005)
     assert fitted.p1_text == pytest.approx(0.5 - 1.2816 * 0.1, abs=0.01)
     assert fitted.p2 == pytest.approx(0.3 + 3.09 * 0.05, abs=0.01)
     assert fitted.p3 == pytest.approx(0.4 + 3.09 * 0.05, abs=0.01)
     assert not fitted.annotated_always
-    near = calibrate(annotated, RandomPairs(it + 0.3, ii, tt, None), Mined(), 1e-3)  # a weak teacher: the rate decides
+    assert float((sample[1] > fitted.p2).float().mean()) <= 1e-3
+    near = calibrate(annotated, sample + 0.3, Mined(), 1e-3)  # a weak teacher: the rate decides
     assert near.p1 == pytest.approx(0.4 + 3.09 * 0.05, abs=0.01)
-    assert float((ii > fitted.p2).float().mean()) <= 1e-3
-    ones = torch.ones(1000)  # copies match
-    fitted = calibrate(np.full(10, 0.3), RandomPairs(ones * 0.1, ones, ones, None), Mined(), 1e-3)
+    ones = torch.ones(3, 1000)  # copies match
+    fitted = calibrate(np.full(10, 0.3), ones * torch.tensor([[0.1], [1], [1]]), Mined(), 1e-3)
     assert (fitted.p2, fitted.p3) == (0.999, 0.999)
     with pytest.raises(ValueError, match="train it longer"):
-        calibrate(np.full(10, -0.1), RandomPairs(ones, ones, ones, None), Mined())
+        calibrate(np.full(10, -0.1), ones, Mined())
 
 
-def test_random_pairs_are_never_annotated_and_never_unknown() -> None:
-    c = random_corpus(4, unknown=True)
-    sample = random_pairs(c, seed=0)
-    assert len(sample.it) == len(c.known_images) * len(c.paired) - len(c.paired)
-    assert not (sample.it == 0).any()
-    with pytest.raises(ValueError, match="no pairs to mine"):
-        random_pairs(corpus(np.zeros((2, 2), np.float32), [np.ones((1, 2)), np.ones((1, 2))]), 0)
+def test_random_pairs_are_all_that_are_not_annotated() -> None:
+    c = random_corpus(4, without=True)
+    everywhere = replace(LOW, p1=-1.0)
+    found, true = random_pairs(c, 0, lambda texts, images: torch.from_numpy(texts[:, None] > images))
+    wanted = literal(c, everywhere)
+    np.testing.assert_allclose(found.T, [values[:3] for values in wanted.values()], atol=1e-6)
+    assert true is not None
+    assert true.tolist() == [t > i for i, t in wanted]
 
 
 def test_precision_and_recall_of_a_teacher_that_knows() -> None:
@@ -162,27 +166,15 @@ def test_precision_and_recall_of_a_teacher_that_knows() -> None:
     c = corpus(np.eye(300, dtype=np.float32), np.split(unit(true), ends[:-1]), flat)
     truth = truth_of(source, flat, np.arange(300))
     assert truth_of(source, ["a dog on a beach"], np.arange(300)) is None  # somebody else wrote the captions
-    found = search(c, Mined(p1=1e-4, image_image=False, text_text=False), truth=truth, chunk=64)
+    found = search(c, Mined(p1=1e-4, p3=1.0), truth=truth, chunk=64)
+    assert found.true.all()
     table = terms(found, True)
     assert table["eq. 2"]["mined"] == found.counts[1, -1] == int(true.sum()) - len(flat)
     assert (table["eq. 2"]["precision"], table["eq. 2"]["recall"]) == (1.0, 1.0)
     assert (table["ii"]["precision"], table["ii"]["recall"]) == (None, 0.0)
-    strict = terms(search(c, Mined(p1=0.1, image_image=False, text_text=False), truth=truth), True)["it"]
+    strict = terms(search(c, Mined(p1=0.1, p3=1.0), truth=truth), True)["it"]
     assert strict["precision"] == 1.0
     assert 0 < float(strict["recall"] or 0) < 1
-
-
-def test_some_captions_of_some_images() -> None:
-    c = random_corpus(2)
-    kept = np.arange(len(c.captions)) % 2 == 0
-    part = c.only(kept, np.arange(len(c.keys)) > 3)
-    wanted = [t for t in range(len(c.captions)) if kept[t] and c.owner[t] > 3]
-    assert part.captions == [c.captions[t] for t in wanted]
-    assert [part.keys[n] for n in part.owner] == [c.keys[n] for n in c.owner[wanted]]
-    np.testing.assert_array_equal(part.texts, c.texts[wanted])
-    for n in range(len(part.keys)):
-        own = part.texts[part.starts[n] : part.starts[n + 1]]
-        np.testing.assert_allclose(part.means[n], own.mean(0) if len(own) else 0, atol=1e-6)
 
 
 class Colours:
@@ -224,7 +216,11 @@ def test_from_feature_store_to_files(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert of_owner[row["caption_index"]] == row["caption"]
         assert row["by_it"] == (row["it"] > own["thresholds"]["p1"])
         assert row["by_it"] or row["by_ii"] or row["by_tt"]
-    assert json.loads((tmp_path / "own/thresholds.json").read_text()) == own["thresholds"]
+    part, rows = corpus_of(parse_scenes("scenes?n=20&captions=1"), FeatureStore(tmp_path / "side"))
+    assert (list(part.keys), rows.tolist()) == (keys[:20], list(range(20)))
+    assert part.captions == [parse_scenes("scenes?n=20&captions=1").captions(row)[0] for row in range(20)]
+    np.testing.assert_allclose(part.texts, Colours().encode_texts(part.captions), atol=1e-3)
+    np.testing.assert_array_equal(part.means, part.texts.astype(np.float32))
     both = run("both", "--extra-captions", str(extra))
     assert both["captions"] == own["captions"] + 30
     assert set(both["analyses"]) == {"own", "extra"}
@@ -232,21 +228,19 @@ def test_from_feature_store_to_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert both["analyses"]["extra"]["frequent"][0] == ["<b>bead 0", 8]
     assert both["true_pairs"] is None  # nobody knows what a bead is true of
     page = (tmp_path / "both" / "report.html").read_text()
-    for text in ("pseudo-captions:", "&lt;b&gt;bead", f"{both['thresholds']['p1']:g}", "image-text (p1)"):
+    for text in ("extra:", "&lt;b&gt;bead", f"{both['thresholds']['p1']:g}", "similarity among captions"):
         assert text in page, text
     with held_by_another(tmp_path / "own"), pytest.raises(SystemExit):
         run("own")
     assert "is writing" in capsys.readouterr().err
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "letters.txt").touch()
-    refused = [("no", ("--features", str(tmp_path / "nothing")), src, "holds no features"),
-               ("no", (), "scenes?n=31", "made from"), ("other", (), src, "other files"),
-               ("no", ("--batch", "1"), src, "--batch is 1: expected at least 2"),
-               ("no", ("--most", "0"), src, "--most is 0"), ("no", ("--false-rate", "2"), src, "--false-rate is 2"),
-               ("no", ("--no-calibrate", "--false-rate", "0.1"), src, "--calibrate")]  # fmt: skip
-    for out, more, data, word in refused:
+    refused = [(("--features", str(tmp_path / "nothing")), src, "holds no features"),
+               ((), "scenes?n=31", "made from"),
+               (("--batch", "1"), src, "--batch is 1: expected at least 2"),
+               (("--most", "0"), src, "--most is 0"), (("--false-rate", "2"), src, "--false-rate is 2"),
+               (("--no-calibrate", "--false-rate", "0.1"), src, "--calibrate")]  # fmt: skip
+    for more, data, word in refused:
         with pytest.raises(SystemExit) as end:
-            run(out, *more, data=data)
+            run("no", *more, data=data)
         assert end.value.code == 2
         assert word in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
