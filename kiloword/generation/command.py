@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,12 +28,12 @@ from kiloword.data.stored import TableSettings
 from kiloword.distributed.by_device import announce, workers_of
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import is_first, together
-from kiloword.files import Lock, atomic
+from kiloword.files import atomic
 from kiloword.generation.captioner import Captioner
 from kiloword.generation.captioners import TransformersCaptioner, open_captioner
 from kiloword.generation.options import GenerationOptions
 from kiloword.models.trust import Trust
-from kiloword.stores.pieces import COMMON, PieceWriter, Rows, check_same, fill, read_table, resumed, rows_table, say_bad
+from kiloword.stores.pieces import COMMON, Rows, check_same, computed, read_table
 from kiloword.terminal import say
 from kiloword.types import Source
 
@@ -138,27 +138,24 @@ def write_captions(
         return eval_batches(source, transform.size, "shortest", batch, workers, batches, transform, captions=False)
 
     def compute(images: EvalBatch) -> Rows:
-        return Rows(rows_table(PART_ROWS, _rows(images, describer, options)))
+        return Rows(list(_rows(images, describer, options)))
 
     finished = _finished(out)
     if finished is not None:
         check_same(out, finished, file, "captions")
         if is_first():
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed at its very end
-    elif not is_first():
-        fill(None, source, batch, read, compute, report)
-        return None
     else:
-        with Lock(out, "writing", folder):
-            writer = PieceWriter(folder, FILE, file, resumed(folder, FILE, file, "captions"), False)
-            if writer.done < file.parts:
-                check_keys(source, "the table of captions")
-            fill(writer, source, batch, read, compute, report)
-            every = writer.table()
-            say_bad(every, report)
+        if is_first():
+            check_keys(source, "the table of captions")
+        names: dict[str, Any] = {"out": out, "name": FILE, "what": "captions"}
+        with computed(folder, file, PART_ROWS, source, batch, read, compute, report, **names) as made:
+            if made is None:
+                return None
+            file, every = made
             table = every.filter(every.column("reason").is_null())
             first = {key: n for n, key in reversed(list(enumerate(table.column("key").to_pylist())))}
-            schema = SCHEMA.with_metadata({"kiloword": json.dumps(asdict(writer.file))})
+            schema = SCHEMA.with_metadata({"kiloword": json.dumps(asdict(file))})
             with atomic(folder / "captions.parquet") as handle:  # the lock sweeps this folder alone
                 table = table.take(sorted(first.values())).select(SCHEMA.names).cast(schema)
                 pq.write_table(table.combine_chunks(), handle)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -19,8 +19,7 @@ from kiloword.models.model_folder import read_model_file
 from kiloword.terminal import shown
 
 CARD = "README.md"
-LINE, DATA = 500, 4000  # characters of a text that is shown, and of the data, at most
-ROWS = 40  # of the table of figures, at most
+LINE = 4000  # characters of a text that is shown, at most
 LIBRARIES = {"torch": "pytorch", "safetensors": "pytorch"}  # names on a hub, where they are not the target's
 LIMITS = (
     "It was not tested for bias, or on languages beyond its data.",
@@ -78,6 +77,13 @@ def card(
     kiloword; notes: what an export omits; target: of an export.
     """
     limits = (*notes, f"Longer texts are cut to {file.model.text.context} tokens.", *LIMITS)
+    data, table = "No training is recorded.", "No evaluation is recorded beside this model."
+    if file.data:
+        how = f"Trained for {file.steps:,} steps on" if file.steps else "Not trained further by kiloword"
+        data = f"{how}: {line(file.data)}."
+    if folder is not None and (figures := _figures(folder.absolute())):
+        rows = [f"| {line(what)} | {line(name)} | {value:.4f} |" for what, name, value in figures]
+        table = "\n".join(["| evaluation | metric | value |", "|---|---|---|", *rows])
     return TEMPLATE.format(
         library=LIBRARIES.get(target, target or "kiloword"),
         method=line(file.method),
@@ -85,8 +91,8 @@ def card(
         version=__version__,
         exported=f", exported to {target}" if target else "",
         model=file.model,
-        data=_data(file),
-        figures=_table(_figures(folder) if folder else ()),
+        data=data,
+        figures=table,
         limits="\n".join(f"- {line(x)}" for x in limits),
         load="\n".join(_load(file.method) if load is None else load),
     )
@@ -125,17 +131,10 @@ def changed(old: ModelFile, new: ModelFile) -> str:
     return card(new, notes=[f"The model was changed after this training, and not trained since: {what}."])
 
 
-def line(value: str, longest: int = LINE) -> str:
+def line(value: str) -> str:
     """One line of Markdown without control characters, addresses' credentials or markup."""
-    plain = " ".join(shown(scrubbed(str(value))).split())[:longest]
+    plain = " ".join(shown(scrubbed(str(value))).split())[:LINE]
     return "".join(f"\\{c}" if c in "\\`*_[]<>|#" else c for c in plain)
-
-
-def _data(file: ModelFile) -> str:
-    if not file.data:
-        return "No training is recorded."
-    how = f"Trained for {file.steps:,} steps on" if file.steps else "Not trained further by kiloword"
-    return f"{how}: {line(file.data, DATA)}."
 
 
 def _load(method: str) -> list[str]:
@@ -147,55 +146,42 @@ def _load(method: str) -> list[str]:
     return [*lines, f'matcher = kiloword.load("FOLDER"{named})', 'matcher.score(["photo.jpg"], ["a dog"])']
 
 
-def _table(figures: Sequence[Figure]) -> str:
-    if not figures:
-        return "No evaluation is recorded beside this model."
-    rows = [f"| {line(what)} | {line(name)} | {value:.4f} |" for what, name, value in figures[:ROWS]]
-    return "\n".join(["| evaluation | metric | value |", "|---|---|---|", *rows])
-
-
 def _figures(folder: Path) -> list[Figure]:
     """The last validation of the run whose model lies in `folder`, and the evaluations beside it; else none."""
-    folder = folder.absolute()
-    run = folder.parent
-    config = next(_objects(run / "config.json"), {})
-    if folder.name != "model" or not str(config.get("format")).startswith("kiloword-run-"):
+    run, figures = folder.parent, list[Figure]()
+    if folder.name != "model" or not any(
+        "kiloword-run-" in str(c.get("format")) for c in _objects(run / "config.json")
+    ):
         return []
-    rows = [row for row in _objects(run / "metrics.jsonl") if any(name.startswith("val/") for name in row)]
-    sets = [row["val"] for row in _objects(run / "history.jsonl") if row.get("val")]
-    figures = list(_validation(rows[-1], sets[-1] if sets else {})) if rows else []
+    if rows := [row for row in _objects(run / "metrics.jsonl") if any(name.startswith("val/") for name in row)]:
+        kept = [row["val"] for row in _objects(run / "history.jsonl") if row.get("val")]
+        sets = dict(kept[-1]) if kept else {}  # name: [data, number of images]
+        prefixes = (
+            {name: f"val/{name}/" for name in sorted(sets, key=len)} if len(sets) > 1 else dict.fromkeys(sets, "val/")
+        )
+        for name, value in rows[-1].items():
+            if name.startswith("val/"):
+                what, metric = "validation", name.removeprefix("val/")
+                for one, prefix in prefixes.items():
+                    if name.startswith(prefix):
+                        what, metric = "{}, {:,} images,".format(*sets[one]), name.removeprefix(prefix)
+                figures.append((f"{what} at step {rows[-1]['step']:,}", metric, value))
     for path in sorted(run.glob("*.json")):
         for record in _objects(path):
-            figures += _evaluation(path.stem, record)
+            label, metrics = path.stem, record
+            if record.keys() == {"data", "images", "step", "metrics"}:  # of `record_evaluation`
+                label = f"{label}: {record['data']}, {record['images']:,} images, at step {record['step']:,}"
+                metrics = record["metrics"]
+            elif not isinstance(record.get("skipped"), float):  # of `kiloword eval --json`
+                continue
+            figures += [(label, name, value) for name, value in metrics.items() if isinstance(value, int | float)]
     return figures
 
 
-def _validation(row: Mapping[str, Any], sets: Mapping[str, Any]) -> Iterator[Figure]:
-    """Args: row: of metrics.jsonl; sets: name -> [data, number of images]; of several, a metric begins with one's."""
-    for name, value in row.items():
-        if name.startswith("val/"):
-            metric, what = name.removeprefix("val/"), "validation"
-            of = [one for one in sets if metric.startswith(f"{one}/")] or list(sets)[: len(sets) == 1]
-            if of:
-                longest = max(of, key=len)
-                metric, what = metric.removeprefix(f"{longest}/"), "{}, {:,} images,".format(*sets[longest])
-            yield f"{what} at step {row['step']:,}", metric, value
-
-
-def _evaluation(label: str, record: dict[str, Any]) -> list[Figure]:
-    """The figures of `record_evaluation`, which names the data, or of `kiloword eval --json`; of another file none."""
-    if record.keys() == {"data", "images", "step", "metrics"}:
-        label = f"{label}: {record['data']}, {record['images']:,} images, at step {record['step']:,}"
-        record = record["metrics"]
-    elif not isinstance(record.get("skipped"), float):
-        return []
-    return [(label, name, value) for name, value in record.items() if isinstance(value, int | float)]
-
-
-def _objects(path: Path) -> Iterator[dict[str, Any]]:
+def _objects(path: Path) -> list[dict[str, Any]]:
     """The objects in a JSON or JSON lines file; a killed run may have cut the last one."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    text, found = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "", []
     for part in [text] if path.suffix == ".json" else text.splitlines():
         with suppress(ValueError, RecursionError):
-            if isinstance(value := json.loads(part), dict):
-                yield value
+            found.append(json.loads(part))
+    return [value for value in found if isinstance(value, dict)]

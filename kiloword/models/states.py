@@ -69,26 +69,21 @@ class SavedState:
     """A whole state on disk, mapped into memory.
 
     Args: files: of its tensors; numbers: its JSON. Attributes: specs: dtypes and shapes of its tensors.
-    Raises: ValueError for files that do not hold all rows of their tensors; errors of safetensors.
     """
 
     def __init__(self, files: Sequence[Path], numbers: dict[str, Any]) -> None:
         self.files, self.numbers = list(files), numbers
-        self.specs: dict[str, Spec] = {}
         self._parts: defaultdict[str, list[tuple[list[int], Tensor]]] = defaultdict(list)
         for path in files:
             with safe_open(path, framework="pt") as file:
                 places = json.loads(file.metadata()[PLACES])
             for name, part in load_file(path).items():
                 self._parts[name].append((places[name]["saved_offsets"], part))
+        self.specs: dict[str, Spec] = {}
         for name, parts in self._parts.items():
             parts.sort(key=lambda part: part[0])
-            rows, more = 0, parts[0][1].shape[1:]
-            for place, part in parts:
-                if place != [rows, *[0] * len(more)][: part.dim()]:
-                    raise ValueError(f"its parts do not make up {name[:200]}")
-                rows += len(part) if part.dim() else 1
-            self.specs[name] = parts[0][1].dtype, (rows, *more)[: parts[0][1].dim()]
+            (dtype, shape), rows = spec_of(parts[0][1]), sum(len(part) for _, part in parts if part.dim())
+            self.specs[name] = dtype, (rows, *shape[1:])[: len(shape)]
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill plain or sharded tensors in place, on any number of ranks."""

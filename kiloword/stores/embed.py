@@ -31,15 +31,15 @@ from kiloword.data.stored import STORE, StoredSource, StoreFile
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed.by_device import announce, workers_of
 from kiloword.distributed.device import choose, precision_of
-from kiloword.distributed.sharing import alone, is_first, together
+from kiloword.distributed.sharing import alone, together
 from kiloword.errors import naming_truncated
-from kiloword.files import Lock, atomic
+from kiloword.files import atomic
 from kiloword.model.encoding import inference
 from kiloword.model.model import Model
 from kiloword.model.prefix import check_dim, check_prefix
 from kiloword.models.trust import NONE, Trust
 from kiloword.stores.features import FeatureStore, check_name
-from kiloword.stores.pieces import PieceWriter, Rows, fill, read_table, resumed, rows_table, say_bad
+from kiloword.stores.pieces import Rows, computed
 from kiloword.stores.runs import trunk_digest, trunk_of
 from kiloword.stores.store import KEYS, SCHEMA, WHAT, Kept, Store, columns_of, found_by, place_of
 from kiloword.stores.teachers import (
@@ -276,39 +276,39 @@ def _written(
         return eval_batches(whole, views.size, "shortest", batch, options.workers, batches, views, kind == "features")
 
     def compute(images: EvalBatch) -> Rows:
-        cells, columns = _cells(images, file, *(rows(images) if images.rows else ({}, [])))
-        for cell in cells:
+        made = _rows(images, file, *(rows(images) if images.rows else ({}, [])))
+        for cell in made.cells:
             base, cell["at"] = origin(whole, cell["row"])
             cell["source"] = numbers[base.name, base.fingerprint]
-        return Rows(rows_table(SCHEMA, cells), columns)
+        return made
 
     folder = place_of(out, kind)
-    with naming_truncated():
-        if not is_first():
-            fill(None, whole, batch, read, compute, report)
+    names: dict[str, Any] = {
+        "out": folder,
+        "name": STORE,
+        "what": WHAT[kind],
+        "columns": columns_of(file),
+        "finished": folder / KEYS,
+    }
+    with (
+        naming_truncated(),
+        computed(folder, file, SCHEMA, whole, batch, read, compute, report, **names) as made,
+    ):
+        if made is None:
             return None
-        existing = resumed(folder, STORE, file, WHAT[kind])  # what is no store gets no lock
-        with Lock(folder, "writing"):
-            finished = (folder / KEYS).is_file()
-            writer = PieceWriter(folder, STORE, file, existing, finished, columns_of(file))
-            fill(writer, whole, batch, read, compute, report)
-            if not finished:
-                table = writer.table()
-                for name, values in found_by(table, kind).items():
-                    with atomic(folder / f"{name}.npy") as opened:
-                        np.save(opened, values)
-                with atomic(folder / KEYS) as opened:
-                    pq.write_table(table, opened)
-            for piece in folder.glob("part-*.parquet"):
-                piece.unlink()
-            say_bad(read_table(folder / KEYS), report)
+        if not (folder / KEYS).is_file():
+            for name, values in found_by(made[1], kind).items():
+                with atomic(folder / f"{name}.npy") as opened:
+                    np.save(opened, values)
+            with atomic(folder / KEYS) as opened:
+                pq.write_table(made[1], opened)
+        for piece in folder.glob("part-*.parquet"):
+            piece.unlink()
     return store(out)
 
 
-def _cells(
-    batch: EvalBatch, file: StoreFile, columns: dict[str, Any], lengths: list[int]
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Cells of the rows of a batch, also bad ones, and columns as stored. Raises: ValueError for what cannot be."""
+def _rows(batch: EvalBatch, file: StoreFile, columns: dict[str, Any], lengths: list[int]) -> Rows:
+    """The rows of a batch, also bad ones, with columns as stored. Raises: ValueError for what cannot be stored."""
     for name, values in columns.items():
         largest = float(np.abs(values).max(initial=0.0))
         if not np.isfinite(largest):
@@ -328,7 +328,7 @@ def _cells(
         if file.kind == "texts":
             of_row = len(batch.captions[n])
             cells[-1]["lengths"], lengths = lengths[:of_row], lengths[of_row:]
-    return cells, columns
+    return Rows(cells, columns)
 
 
 def _captions(source: Source, parts: list[range]) -> Iterator[EvalBatch]:

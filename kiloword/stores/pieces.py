@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TextIO, TypeVar
+from typing import Any, NamedTuple, TextIO, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -20,8 +21,8 @@ from kiloword.config.settings import differing, read_config
 from kiloword.data.reading import EvalBatch, left_out
 from kiloword.data.rows import key_text
 from kiloword.data.stored import TableSettings
-from kiloword.distributed.sharing import alone, of_first, part_by_part, share
-from kiloword.files import atomic, is_taken, write_json
+from kiloword.distributed.sharing import alone, is_first, of_first, part_by_part, share
+from kiloword.files import Lock, atomic, is_taken, write_json
 from kiloword.terminal import say
 from kiloword.terminal.progress import Bar
 from kiloword.types import Skipped, Source
@@ -34,64 +35,107 @@ Shape = tuple[tuple[int, ...], np.dtype[Any]]
 
 
 class Rows(NamedTuple):
-    """Computed rows of a batch, also the bad ones, and values of the others in columns."""
+    """Cells of the computed rows of a batch, where bad ones have a `reason`, and values of the others in columns."""
 
-    table: pa.Table
+    cells: list[dict[str, Any]]
     columns: Mapping[str, NDArray[Any]] = MappingProxyType({})
 
 
-def rows_table(schema: pa.Schema, rows: Iterable[dict[str, Any]]) -> pa.Table:
-    """Rows by their cells, in the order of the data; bad ones have a `reason`."""
-    return pa.Table.from_pylist(sorted(rows, key=lambda cells: cells["row"]), schema)
+@contextmanager
+def computed(
+    folder: Path,
+    settings: Settings,
+    schema: pa.Schema,
+    source: Source,
+    batch: int,
+    read: Callable[[list[range]], Iterator[EvalBatch]],
+    compute: Callable[[EvalBatch], Rows],
+    report: TextIO | None,
+    *,
+    out: Path,
+    name: str,
+    what: str,
+    columns: Mapping[str, Shape] = MappingProxyType({}),
+    finished: Path | None = None,
+) -> Iterator[tuple[Settings, pa.Table] | None]:
+    """The table of all rows of a source and its settings, on the first rank, while its folder is locked.
 
+    Pieces are files `part-N.parquet`, each there as a whole, and `.npy` files that grow; those that are there are not
+    computed again. Ranks share the batches.
 
-class PieceWriter(Generic[Settings]):
-    """Writes the pieces of a table, a file each, which is there if the piece is complete, and columns that grow.
-
-    Args: folder: of the pieces; name: of the file of settings in it; existing: settings of the table that is there (see
-    `resumed`), None for a new one; finished: nothing is missing; columns: `.npy` files that grow, by name.
+    Args: read: ranges of rows to batches of images; report: gets progress and bad rows; out: of the command; name: of
+    the file of settings in the folder; what: the table holds; columns: that grow; finished: file of the whole table.
+    Raises: ValueError when the folder holds something else, or a table of another model, other data or options, and
+    when no row is usable.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        name: str,
-        settings: Settings,
-        existing: Settings | None,
-        finished: bool,
-        columns: Mapping[str, Shape] | None = None,
-    ) -> None:
-        self.folder, self.file, self.columns = folder, existing or settings, columns or {}
-        self.lengths = dict[str, int]()
-        if existing is None:
-            write_json(folder / name, asdict(settings))
-        self.done = self.file.parts if finished else next(n for n in count() if not self.path(n).is_file())
-        if self.done and not finished:
-            last = read_table(self.path(self.done - 1)).schema.metadata or {}
-            self.lengths = {name: int(last[name.encode()]) for name in self.columns}
+    def piece(number: int) -> Path:
+        return folder / f"part-{number:05d}.parquet"
 
-    def path(self, number: int) -> Path:
-        """The file of a piece."""
-        return self.folder / f"part-{number:05d}.parquet"
+    with ExitStack() as locked:
+        done, lengths = 0, dict[str, int]()
+        if is_first():
+            existing = _existing(folder, name, settings, what)  # what is no table gets no lock
+            locked.enter_context(Lock(out, "writing", folder))
+            if existing is None:
+                write_json(folder / name, asdict(settings))
+            settings = existing or settings
+            if finished is not None and finished.is_file():
+                done = settings.parts
+            elif done := next(n for n in count() if not piece(n).is_file()):
+                last = read_table(piece(done - 1)).schema.metadata or {}
+                lengths = {name: int(last[name.encode()]) for name in columns}
+        done, parts, part = of_first((done, settings.parts, settings.part))
+        todo = [range(n * part, min((n + 1) * part, len(source))) for n in range(done, parts)]
+        try:
+            for rows in part_by_part(todo, batch, lambda batches: _made(batches, todo, source, read, compute, report)):
+                if is_first():  # columns first: what they hold beyond the last piece is written again
+                    for column, shape in columns.items():
+                        values = [one.columns[column] for one in rows if one.columns]
+                        lengths[column] = _grow(folder / f"{column}.npy", shape, lengths.get(column, 0), values)
+                    cells = [cell for one in rows for cell in sorted(one.cells, key=lambda cell: cell["row"])]
+                    table = pa.Table.from_pylist(cells, schema.with_metadata({k: str(n) for k, n in lengths.items()}))
+                    with atomic(piece(done)) as file:
+                        pq.write_table(table, file)
+                done += 1
+        except KeyboardInterrupt:
+            if not is_first():
+                raise
+            kept = f"{min(done * part, len(source)):,} of {len(source):,} rows are kept"
+            raise KeyboardInterrupt(f"{kept}, the same command goes on with the others.") from None
+        if not is_first():
+            yield None
+            return
+        files = [finished] if finished is not None and finished.is_file() else map(piece, range(parts))
+        table = pa.concat_tables([read_table(path).replace_schema_metadata() for path in files]).combine_chunks()
+        bad = left_out(bad_rows := _bad_rows(table))
+        if len(bad_rows) == len(table):
+            raise ValueError(f"{settings.data}: none of its {settings.rows} rows is a usable image: {bad}.")
+        if report is not None and bad_rows:
+            say(*bad.lines(), f"{len(bad_rows):,} of {len(table):,} rows are bad, and not in the table.", to=report)
+        yield settings, table
 
-    def write(self, rows: Sequence[Rows]) -> None:
-        """Write the next piece; columns first, as what they hold beyond the last piece is written again."""
-        for name, shape in self.columns.items():
-            values = [one.columns[name] for one in rows if one.columns]
-            self.lengths[name] = _grow(self.folder / f"{name}.npy", shape, self.lengths.get(name, 0), values)
-        table = pa.concat_tables([one.table for one in rows]).combine_chunks()
-        with atomic(self.path(self.done)) as file:
-            pq.write_table(table.replace_schema_metadata({name: str(n) for name, n in self.lengths.items()}), file)
-        self.done += 1
 
-    def table(self) -> pa.Table:
-        """The complete pieces. Raises: ValueError when no row is usable."""
-        pieces = [read_table(self.path(number)).replace_schema_metadata() for number in range(self.done)]
-        table = pa.concat_tables(pieces).combine_chunks()
-        if table.column("reason").null_count == 0:
-            why = left_out(bad_rows(table))
-            raise ValueError(f"{self.file.data}: none of its {self.file.rows} rows is a usable image: {why}.")
-        return table
+def _made(
+    batches: list[range],
+    todo: list[range],
+    source: Source,
+    read: Callable[[list[range]], Iterator[EvalBatch]],
+    compute: Callable[[EvalBatch], Rows],
+    report: TextIO | None,
+) -> Iterator[Rows]:
+    """What is computed of batches, with progress of all rows that are to be done."""
+    left, ready = sum(map(len, todo)), 0
+    if report is not None and left < len(source):
+        say(f"{len(source) - left:,} of {len(source):,} rows are done already.", to=report)
+    bar = Bar("images", "images", report)
+    for images in read(batches):
+        with alone():
+            rows = compute(images)
+        ready += len(rows.cells) * share()[1]  # the other ranks have done about as much
+        if report is not None:
+            bar(min(ready, left), left)
+        yield rows
 
 
 def _grow(path: Path, shape: Shape, length: int, values: Sequence[NDArray[Any]]) -> int:
@@ -117,17 +161,13 @@ def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
         return pq.read_table(file, columns=columns)
 
 
-def bad_rows(table: pa.Table) -> list[Skipped]:
-    """The bad rows of a table."""
+def _bad_rows(table: pa.Table) -> list[Skipped]:
     bad = table.select(list(COMMON)).filter(table.column("reason").is_valid()).to_pylist()
     return [Skipped(cells["row"], key_text(cells["key"]), cells["reason"]) for cells in bad]
 
 
-def resumed(folder: Path, name: str, settings: Settings, what: str) -> Settings | None:
-    """Settings of the table in a folder; None in a new folder.
-
-    Raises: ValueError when the folder holds something else, or a table of another model, other data or options.
-    """
+def _existing(folder: Path, name: str, settings: Settings, what: str) -> Settings | None:
+    """Settings of the table in a folder; None in a new folder. Raises: see `computed`."""
     if (folder / name).is_file():
         existing = read_config(folder / name, type(settings))
         check_same(folder, existing, settings, what)
@@ -145,50 +185,3 @@ def check_same(path: Path, existing: TableSettings, new: TableSettings, what: st
             f"{path} holds other {what}, of {existing.data} by {existing.model}, not of {new.data} by {new.model}: "
             f"{'; '.join(different)}. Choose another --out, or remove what is there."
         )
-
-
-def fill(
-    writer: PieceWriter[Settings] | None,
-    source: Source,
-    batch: int,
-    read: Callable[[list[range]], Iterator[EvalBatch]],
-    compute: Callable[[EvalBatch], Rows],
-    report: TextIO | None,
-) -> None:
-    """Compute and write the missing pieces of a table; ranks share the batches.
-
-    Args: writer: on the first rank, else None; read: ranges of rows to batches of images; report: gets progress.
-    """
-    begun = None if writer is None else (writer.done, writer.file.parts, writer.file.part)
-    done, parts, part = of_first(begun) or (0, 0, 1)
-    todo = [range(n * part, min((n + 1) * part, len(source))) for n in range(done, parts)]
-    left, read_rows = sum(map(len, todo)), 0
-    if report is not None and done:
-        say(f"{len(source) - left:,} of {len(source):,} rows are done already.", to=report)
-    bar = Bar("images", "images", report)
-
-    def make(batches: list[range]) -> Iterator[Rows]:
-        nonlocal read_rows
-        for images in read(batches):
-            with alone():
-                rows = compute(images)
-            read_rows += len(rows.table) * share()[1]  # the other ranks have done about as much
-            if report is not None:
-                bar(min(read_rows, left), left)
-            yield rows
-
-    try:
-        for rows in part_by_part(todo, batch, make):
-            if writer is not None:
-                writer.write(rows)
-    except KeyboardInterrupt:
-        if writer is None:
-            raise
-        kept = f"{min(writer.done * part, len(source)):,} of {len(source):,} rows are kept"
-        raise KeyboardInterrupt(f"{kept}, the same command goes on with the others.") from None
-
-
-def say_bad(table: pa.Table, report: TextIO | None) -> None:
-    """Print the bad rows of a table, and how many there are."""
-    if report is not None and (bad := bad_rows(table)):
-        say(*left_out(bad).lines(), f"{len(bad):,} of {len(table):,} rows are bad, and not in the table.", to=report)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,22 +101,11 @@ def shard_of(path: Path) -> Path:
     return path.with_suffix("") / SHARD
 
 
-def rewritten(path: Path, offsets: Sequence[int]) -> None:
-    """The state with another place of its weight, and the right checksum."""
-    tensors, places = load_file(shard_of(path)), {}
-    for name, value in tensors.items():
-        places[name] = {"saved_offsets": offsets if name == "learner/weight" else [0] * value.dim()}
-    checksum = write_tensors(shard_of(path), tensors, {"DCP_SHARDING_INFO": json.dumps(places)})
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"files": {SHARD: checksum}}))
-
-
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "shard cut": lambda path: os.truncate(shard_of(path), 400),
     "bit flipped": lambda path: flip(shard_of(path)),
     "shard missing": lambda path: shard_of(path).unlink(),
     "json cut": lambda path: os.truncate(path, 30),
-    "huge by its place": lambda path: rewritten(path, [10**12, 0]),
-    "before the beginning": lambda path: rewritten(path, [-1, 0]),
 }
 
 
