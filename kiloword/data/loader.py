@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
 
@@ -16,7 +16,7 @@ from kiloword.data.edits import stored_row
 from kiloword.data.images.augmentation import TrainTransform
 from kiloword.data.images.views import view_draw
 from kiloword.data.reading import EMBEDDED, advice, left_out, name_of, read
-from kiloword.data.remote import ahead_of
+from kiloword.data.remote import with_files
 from kiloword.data.sample import question_in
 from kiloword.data.sampler import Order, RowNumbers, choose_captions, share
 from kiloword.data.source import check_asks
@@ -83,9 +83,9 @@ class Loader:
         Args: pin: use page-locked memory, for a GPU.
         Errors: as `batch`; ValueError when a worker died or hangs.
         """
-        steps = count(start) if stop is None else range(start, stop)
-        ahead = ahead_of(self.source, self._rows_of, self.order.batch, stop)
-        return in_order(self.batch, steps, self.workers, self.timeout, pin, ahead)
+        steps: Iterable[int] = count(start) if stop is None else range(start, stop)
+        steps = with_files(steps, self.source, self._rows_of, self.order.batch)
+        return in_order(self.batch, steps, self.workers, self.timeout, pin)
 
     def batch(self, step: int) -> Batch:
         """This rank's share of the global batch of one step.

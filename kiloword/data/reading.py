@@ -18,7 +18,7 @@ from kiloword.config.recipes import Resize
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.decode import Pixels
 from kiloword.data.images.views import Augmented
-from kiloword.data.remote import Unreachable, ahead_of
+from kiloword.data.remote import Unreachable, with_files
 from kiloword.data.rows import PASSING
 from kiloword.data.sample import question_in
 from kiloword.data.source import texts_of
@@ -146,12 +146,8 @@ def eval_batches(
         for start in range(0, len(part), batch)
     ]
     make = partial(_eval_batch, source, transform or EvalTransform(image_size, resize), ranges, captions)
-    ahead = ahead_of(source, partial(_rows_of, source, ranges), batch, len(ranges))
-    return in_order(make, range(len(ranges)), min(workers, len(ranges)), ahead=ahead)
-
-
-def _rows_of(source: Source, ranges: Sequence[range], step: int) -> tuple[Source, range]:
-    return source, ranges[step]
+    steps = with_files(range(len(ranges)), source, lambda step: (source, ranges[step]), batch)
+    return in_order(make, steps, min(workers, len(ranges)))
 
 
 def _eval_batch(

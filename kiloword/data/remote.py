@@ -17,15 +17,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from kiloword.addresses import Address, address_of, scrubbed, split
 from kiloword.errors import needs
@@ -37,14 +36,13 @@ VARIABLE = "KILOWORD_REMOTE"
 _SETTING = re.compile(r"(limit|retries|timeout|backoff|ahead)=(\d[\d.e]*)([kmgt]?)b?")
 THREADS = 4  # files that a process fetches at once
 _CHUNK, _AT_ONCE = 1 << 16, 8 << 20  # bytes that are read at once from http, and from other file systems
-_SLOW = 1000  # bytes a second, below which a connection is given up
 _PROGRESS = 1 << 16  # bytes after which an attempt counts as the first one
 _LONGEST, _LONGEST_WAIT = 60.0, 120.0  # seconds: between attempts, as a server asks
 _IDLE = 600.0  # seconds after which a part is that of a killed process
 _SAFE = "!$%&'()*+,-./:;=?@[]_~"  # characters of a URL that a request keeps
 _TAGS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "last_modified", "updated", "mtime", "created")
 _FINAL = (PermissionError, ImportError, ValueError, TypeError, NotImplementedError)  # errors that do not pass
-T = TypeVar("T", bound=Sized)
+T = TypeVar("T")
 
 
 class Unreachable(ValueError):
@@ -60,7 +58,7 @@ class Settings(NamedTuple):
 
     limit: float = 50e9  # bytes of fetched files on the local disk, of all runs and data sets together
     retries: float = 5  # after the first attempt, as long as nothing arrives
-    timeout: float = 30.0  # seconds without a byte, or below 1 kB/s, that count as a failure
+    timeout: float = 30.0  # seconds without a byte that count as a failure
     backoff: float = 1.0  # seconds before the first retry, doubled for each further one
     ahead: float = 32_768  # rows of the order whose files are fetched ahead; 0: none
 
@@ -91,9 +89,8 @@ def opened(name: str) -> BinaryIO:
     """A file that `Rows` name. Raises: Unreachable."""
     url, _, version = name.rpartition("#")
     while True:
-        path = _copy(address_of(url), version)
         with suppress(FileNotFoundError):  # another process may delete it meanwhile
-            return path.open("rb")
+            return _copy(address_of(url), version).open("rb")
 
 
 def read(name: str, offset: int, size: int) -> bytes:
@@ -104,91 +101,69 @@ def read(name: str, offset: int, size: int) -> bytes:
 
 def version_of(address: Address) -> str:
     """The bytes of a file, and what else changes with it, without fetching it. Raises: Unreachable, Missing."""
-    return next(_asked(address, lambda _: [(_http_version if _is_http(address) else _fsspec_version)(address)]))
+    return _tried(address, lambda: (_http_version if _is_http(address) else _fsspec_version)(address))
 
 
 def files_in(folder: Address) -> list[str]:
     """The names of the files in a folder, not of http, which has no folders. Raises: Unreachable."""
 
-    def listed(_: int) -> Iterator[list[str]]:
+    def listed() -> list[str]:
         fs, path = _fsspec(folder)
-        yield [os.path.basename(entry["name"]) for entry in fs.ls(path, detail=True) if entry["type"] != "directory"]
+        return [os.path.basename(entry["name"]) for entry in fs.ls(path, detail=True) if entry["type"] != "directory"]
 
-    return next(_asked(folder, listed))
+    return _tried(folder, listed)
 
 
 # The folder of copies
 
 
-def _copy(address: Address, version: str, wait: bool = True) -> Path:
-    """Args: wait: for another process that fetches the file, and for space."""
-    identity = f"{address.url}\n{address.selector}\n{version}"
+def _copy(address: Address, version: str) -> Path:
+    identity, size = f"{address.url}\n{address.selector}\n{version}", _size(version)
     digest = hashlib.blake2b(os.fsencode(identity), digest_size=12).hexdigest()
     path = cache_folder() / "remote" / f"{digest}{os.path.splitext(address.url)[1][:10]}"
+    part, locks = path.with_name(f"{path.name}.part"), path.parent / "locks"
     try:
         if not path.exists():
-            (path.parent / "locks").mkdir(parents=True, exist_ok=True)
-            with suppress(Timeout), FileLock(path.parent / "locks" / digest[:3], timeout=-1 if wait else 0):
+            locks.mkdir(parents=True, exist_ok=True)
+            with FileLock(locks / digest[:3]):
                 if not path.exists():
-                    _download(address, path, _size(version), wait)
+                    try:
+                        with part.open("wb") as file:
+                            _reserve(address, part, size)
+                            _tried(address, lambda: _fetch(address, file, size), file.tell)
+                        with FileLock(locks / "all"):  # or a listing might have it under both names, or none
+                            part.replace(path)
+                    finally:
+                        part.unlink(missing_ok=True)
         with suppress(FileNotFoundError, PermissionError):
             os.utime(path)
     except OSError as error:
         raise Unreachable(
             f"{path.parent} cannot keep what is fetched ({error.strerror or error}). Set KILOWORD_CACHE to a folder "
-            "with space on a local disk."
+            f"with space on a local disk, or {VARIABLE} to a smaller limit."
         ) from error
     return path
 
 
-def _download(address: Address, path: Path, size: int, wait: bool) -> None:
-    """Fetch a file; a download that is cut goes on where it ended. Raises: Unreachable; OSError of the disk."""
-    part = path.with_name(f"{path.name}.part")
-
-    def chunks(done: int) -> Iterator[bytes]:
-        for chunk in (_http_bytes if _is_http(address) else _fsspec_bytes)(address, done, size):
-            yield chunk
-            done += len(chunk)
-        if done < size:
-            raise ConnectionError(f"the body ended {size - done:,} bytes before its end")
-
-    try:
-        with part.open("wb") as file:
-            _reserve(address, file.fileno(), part.parent, size, wait)
-            file.writelines(_asked(address, chunks))
-        with FileLock(path.parent / "locks" / "all"):  # or a listing might have it under both names, or none
-            part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _reserve(address: Address, fd: int, folder: Path, size: int, wait: bool) -> None:
-    """Take disk space for a file; the least recently used ones are deleted for it."""
+def _reserve(address: Address, part: Path, size: int) -> None:
+    """Let a file count its bytes before they come; the least recently used files are deleted for it."""
     limit = settings().limit
     if size > limit:
         raise Unreachable(
             f"{address} has {size:,} bytes, but the limit of what is fetched is {limit:,.0f}: set {VARIABLE} to "
             "another, such as limit=200GB."
         )
-    while size:
-        with FileLock(folder / "locks" / "all"):
-            kept = sorted(_kept(folder))  # the least recently used first, then what is fetched
+    while True:
+        with FileLock(part.parent / "locks" / "all"):
+            kept = sorted(_kept(part.parent))  # the least recently used first, then what is fetched
             total = size + sum(count for *_, count, _ in kept)
-            for is_fetched, _, count, path in [*kept, (True, 0.0, 0, "")]:
-                try:
-                    if total <= limit:
-                        os.posix_fallocate(fd, 0, size)
-                        return
-                except OSError as error:  # the disk may have less space than the limit
-                    os.ftruncate(fd, 0)
-                    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                        raise
-                if is_fetched:
-                    break
-                Path(path).unlink(missing_ok=True)
-                total -= count
-        if not wait or not any(is_fetched and count for is_fetched, _, count, _ in kept):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            for is_fetched, _, count, path in kept:
+                if total > limit and not is_fetched:
+                    Path(path).unlink(missing_ok=True)
+                    total -= count
+            if total <= limit:
+                os.truncate(part, size)
+                return
         time.sleep(0.05)  # others fetch files, which may be deleted soon
 
 
@@ -201,33 +176,33 @@ def _kept(folder: Path) -> Iterator[tuple[bool, float, int, str]]:
                 yield entry.name.endswith(".part") and used > time.time() - _IDLE, used, count, entry.path
 
 
+def _fetch(address: Address, file: BinaryIO, size: int) -> None:
+    """Write what a file lacks of its bytes."""
+    for chunk in (_http_bytes if _is_http(address) else _fsspec_bytes)(address, file.tell(), size):
+        file.write(chunk)
+    if file.tell() < size:
+        raise ConnectionError(f"the body ended {size - file.tell():,} bytes before its end")
+
+
 # Requests
 
 
-def _asked(address: Address, ask: Callable[[int], Iterable[T]]) -> Iterator[T]:
-    """What `ask` gives, which after a fault is asked for the rest: its argument is the length of what came.
+def _tried(address: Address, ask: Callable[[], T], done: Callable[[], int] = int) -> T:
+    """What `ask` returns, which is asked again after a fault. Args: done: the bytes that have come.
 
-    Raises: Unreachable, Missing.
+    Raises: Unreachable, Missing; OSError of a full disk.
     """
-    done, tried, limits = 0, 0, settings()
+    tried, limits = 0, settings()
     while True:
-        since, before, arrived = time.monotonic(), done, done
+        before = done()
         try:
-            for part in ask(done):
-                yield part
-                done += len(part)
-                if (elapsed := time.monotonic() - since) > limits.timeout:
-                    if done - arrived < _SLOW * elapsed:
-                        raise ConnectionError(f"slower than {_SLOW:,} bytes a second")
-                    since, arrived = time.monotonic(), done
-            return
+            return ask()
         except Exception as error:  # of any of a dozen libraries
             reason, wait = _passing(address, error)
-            tried = 1 if done - before > _PROGRESS else tried + 1
+            tried = 1 if done() - before > _PROGRESS else tried + 1
             if tried > limits.retries:
-                times = "once" if tried == 1 else f"{tried} times"
                 raise Unreachable(
-                    f"{address}: {reason} (tried {times}). Check the network and the server, then start the same "
+                    f"{address}: {reason} (tried {tried} times). Check the network and the server, then start the same "
                     f"command again. More patience: {VARIABLE}='retries=8 timeout=60'."
                 ) from None
         share = 0.5 + os.getpid() % 64 / 64  # not at the same time as other processes
@@ -235,18 +210,15 @@ def _asked(address: Address, ask: Callable[[int], Iterable[T]]) -> Iterator[T]:
 
 
 def _passing(address: Address, error: Exception) -> tuple[str, float]:
-    """What an error says that may pass, and the seconds that the server asks to wait. Raises: Unreachable, Missing."""
-    if isinstance(error, Unreachable):
+    """What an error says that may pass, and the seconds that the server asks to wait. Raises all other errors."""
+    if isinstance(error, Unreachable) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
         raise error
     if isinstance(error, urllib.error.HTTPError):
         error.close()
-        reason, after = (
-            f"the server answers {error.code} {_foreign(error.reason)}",
-            error.headers.get("Retry-After", ""),
-        )
+        reason, after = f"the server answers {error.code} {_foreign(error.reason)}", error.headers.get("Retry-After")
         if error.code < 500 and error.code not in (408, 425, 429):
             raise Missing(f"{address}: {reason}. Check the address and your rights to it.") from None
-        return reason, min(float(after) if after.isdecimal() else 0.0, _LONGEST_WAIT)
+        return reason, min(float(after) if after and after.isdecimal() else 0.0, _LONGEST_WAIT)
     cause = error.reason if isinstance(error, urllib.error.URLError) else error
     reason, kind = _foreign(getattr(cause, "strerror", None) or cause), type(error).__name__
     if isinstance(error, FileNotFoundError):
@@ -279,8 +251,7 @@ def _http_bytes(address: Address, start: int, size: int) -> Iterator[bytes]:
             raise ConnectionError(f"the server says that it has {length or 'some'} bytes, not {size:,} as in the index")
         skip = 0 if response.status == 206 else start  # of servers without ranges
         while chunk := response.read1(_CHUNK):
-            if skip < len(chunk):
-                yield chunk[skip:]
+            yield chunk[skip:]
             skip = max(0, skip - len(chunk))
 
 
@@ -352,15 +323,60 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
+def _size(version: str) -> int:
+    return int(version.partition("-")[0])
+
+
 # Files that are needed soon
 
 
-def ahead_of(
-    source: Source, rows_of: Callable[[int], tuple[Source, Iterable[int]]], batch: int, stop: int | None = None
-) -> Ahead | None:
-    """For a source of which at least a part is remote, else None. Args: see `Ahead`; batch: rows per step."""
+def with_files(
+    steps: Iterable[int], source: Source, rows_of: Callable[[int], tuple[Source, Iterable[int]]], batch: int
+) -> Iterable[int]:
+    """The steps; if a part of the source is remote, threads fetch the files of the next ones meanwhile.
+
+    Args: rows_of: a step; batch: rows of each. The reader of a file reports what fails.
+    """
     most = -(-int(settings().ahead) // batch)
-    return Ahead(rows_of, most, stop) if most and _is_remote(source) else None
+    return _with_files(steps, rows_of, most) if most and _is_remote(source) else steps
+
+
+def _with_files(
+    steps: Iterable[int], rows_of: Callable[[int], tuple[Source, Iterable[int]]], most: int
+) -> Iterator[int]:
+    coming, following, limit = iter(steps), dict[int, set[str]](), settings().limit
+    wanted = queue.SimpleQueue[str]()
+    for _ in range(THREADS):
+        threading.Thread(target=_fetched, args=(wanted,), daemon=True).start()
+    try:
+        while True:
+            while len(following) <= most and sum(map(_bytes_of, set().union(*following.values()))) < limit / 2:
+                if (step := next(coming, None)) is None:
+                    break
+                source, rows = rows_of(step)
+                following[step] = {_file_of(source, row) for row in rows} - {""}
+                for name in following[step]:
+                    wanted.put(name)
+            if not following:
+                return
+            yield (step := next(iter(following)))
+            del following[step]
+    finally:
+        with suppress(queue.Empty):
+            while True:
+                wanted.get_nowait()
+        for _ in range(THREADS):
+            wanted.put("")
+
+
+def _fetched(wanted: queue.SimpleQueue[str]) -> None:
+    while name := wanted.get():
+        with suppress(Unreachable):
+            opened(name).close()
+
+
+def _bytes_of(name: str) -> int:
+    return _size(name.rpartition("#")[2])
 
 
 def _is_remote(source: Any) -> bool:
@@ -372,42 +388,3 @@ def _file_of(source: Any, row: int) -> str:
     while hasattr(source, "locate"):
         source, row = source.locate(row)
     return str(source.remote_file(row)) if getattr(source, "remote", False) else ""
-
-
-@dataclass
-class Ahead:
-    """Fetches the files of the next steps, in threads of this process; the reader of a file reports what fails."""
-
-    rows_of: Callable[[int], tuple[Source, Iterable[int]]]  # of a step
-    most: int  # steps to look ahead
-    stop: int | None  # the step before which reading ends
-    _owner: int = 0
-
-    def at(self, step: int) -> None:
-        """Request the files of this step and the next ones. Works in any process: a fork copies no threads."""
-        if self._owner != os.getpid():
-            self._owner, self._next, self._queue = os.getpid(), step, queue.SimpleQueue[str]()
-            self._last = dict[str, int]()  # the last step that needs a file
-            for _ in range(THREADS):
-                threading.Thread(target=_fetch, args=(self._queue,), daemon=True).start()
-        self._last, self._next = {name: n for name, n in self._last.items() if n >= step}, max(self._next, step)
-        while self._next <= step + self.most and self._next != self.stop:
-            if sum(_size(name.rpartition("#")[2]) for name in self._last) >= settings().limit / 2:
-                break  # the rest of the cache is in use now
-            source, rows = self.rows_of(self._next)
-            for name in {_file_of(source, row) for row in rows} - {""}:
-                if name not in self._last:
-                    self._queue.put(name)
-                self._last[name] = self._next
-            self._next += 1
-
-
-def _fetch(names: queue.SimpleQueue[str]) -> None:
-    while True:
-        url, _, version = names.get().rpartition("#")
-        with suppress(Unreachable):
-            _copy(address_of(url), version, wait=False)
-
-
-def _size(version: str) -> int:
-    return int(version.partition("-")[0])

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from kiloword.data.remote import Ahead
 from kiloword.errors import WORKER, sentence_of
 
 Item = TypeVar("Item")
@@ -23,19 +22,17 @@ def in_order(
     workers: int,
     timeout: float = 300,
     pin: bool = False,
-    ahead: Ahead | None = None,
 ) -> Iterator[Item]:
     """`make(step)` for every step, in order, prefetched by `workers` processes (0: made in this process).
 
-    Args: timeout: seconds that one step may take a worker; pin: items are in page-locked memory (their `pin_memory`);
-    ahead: fetches the files of a step and of the next ones.
+    Args: timeout: seconds that one step may take a worker; pin: items are in page-locked memory (their `pin_memory`).
     Errors: a ValueError of `make` unchanged; ValueError for lack of memory, a file's error, and a worker that died or
     took too long. (If a worker dies while nothing is awaited, DataLoader raises a RuntimeError anywhere in this
     process; `sentence_of` handles it.)
     """
     items: Any = iter(
         DataLoader(
-            _Steps(make, ahead),
+            _Steps(make),
             batch_size=None,
             sampler=steps,
             num_workers=workers,
@@ -74,14 +71,12 @@ def _kill(items: Any) -> None:
 
 
 class _Steps(Dataset[Any]):
-    def __init__(self, make: Callable[[int], Any], ahead: Ahead | None) -> None:
-        self.make, self.ahead = make, ahead
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self.make = make
 
     def __getitem__(self, step: int) -> Any:
         """The item, or its error: the DataLoader would wrap an error in a traceback."""
         try:
-            if self.ahead:
-                self.ahead.at(step)
             return self.make(step)
         except ValueError as error:
             return error
