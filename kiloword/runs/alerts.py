@@ -63,20 +63,17 @@ class Alerts:
     def _take(self, row: Row) -> None:
         """Keep the row's numbers, and what they add to those of the row before."""
         now = {name: value for name in row if (value := number(row, name)) is not None}
-        main = ("_recall@1", "/accuracy", "/acc1")
-        if validation := [value for name, value in now.items() if name.startswith("val/") and name.endswith(main)]:
-            now["validation"] = fmean(validation)
         if "pairs_per_s" in row:
             now["bad"] = max(self._growth("skipped_steps", now), float("loss" not in now))
         if {"truncated", "captions"} <= now.keys():
             now["cut"] = self._growth("truncated", now)
-        if "pairs_per_s" in now and self._process == (process := row.get("restarts", 0)):
-            now["rate"], now["when"] = now["pairs_per_s"], now.get("time", 0.0)
-            now["wait"] = now.get("slowest_data_wait", now.get("data_wait", 0.0))
-        elif "pairs_per_s" in now:  # the first row of a process, in which workers start
-            self._process = process
+        if "pairs_per_s" in now and self._process != (process := row.get("restarts", 0)):
+            self._process = process  # in its first row workers start
             for name in ("rate", "wait", "when"):
                 self._last[name].clear()
+        elif "pairs_per_s" in now:
+            wait = now.get("slowest_data_wait", now.get("data_wait", 0.0))
+            now |= {"rate": now["pairs_per_s"], "when": now.get("time", 0.0), "wait": wait}
         for name, value in now.items():
             self._last[name].append(value)
         self.now = now
@@ -104,13 +101,6 @@ def _spike(run: Alerts) -> Measured:
     usual = median(before[-11:])
     deviation = 1.4826 * median(abs(move - median(moves)) for move in moves) / math.sqrt(2)  # of one row
     return (loss - usual) / max(deviation, 0.01 * abs(usual) + 1e-9), loss, usual
-
-
-def _falls(run: Alerts) -> Measured:
-    """Evaluations in a row that were each worse than the one before."""
-    values = run.last("validation", BEFORE)
-    falls = next((n for n in range(len(values) - 1) if values[-1 - n] >= values[-2 - n]), len(values) - 1)
-    return falls, values[-1 - falls], values[-1]
 
 
 def _slower(run: Alerts) -> Measured:
@@ -147,11 +137,6 @@ RULES: tuple[tuple[str, str, float, float, Callable[[Alerts], Measured], str], .
         "loss spike", "loss", 8, 3, _spike,
         "the loss is {1:.4g}, it was {2:.4g} (a spike of {0:.0f} robust standard deviations). If it does not come "
         "down: a smaller --optim.lr, a longer --optim.warmup, or a lower --optim.clip.",
-    ),
-    (
-        "validation", "validation", 3, 0, _falls,
-        "the validation (recall@1 or accuracy, their mean) fell {0:.0f} times in a row, from {1:.3f} to {2:.3f}: "
-        "probably overfitting; stop here, or more data, augmentation or weight decay.",
     ),
     (
         "mined positives", "mined_share", MINED, 0.04, lambda run: (run.now["mined_share"],),

@@ -6,6 +6,7 @@ import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,17 @@ class Compare:
         if len(runs) < 2:
             raise ValueError(f"compare found {count(len(runs), 'run')} with rows: expected at least two.")
         groups = groups_of(runs)
-        paths = dict.fromkeys(path for group in groups for path in group.settings)
-        settings = [[p, *(value_of(g.settings[p]) if p in g.settings else None for g in groups)] for p in paths]
-        states = [[group.name, run.name, run.state, run.step] for group in groups for run in group.runs]
-        sections: dict[str, list[Block]] = {
-            "Runs": [Table(states, ["group", "run", "state", "step"])],
-            "Settings that differ": [Table(settings, ["setting", *(group.name for group in groups)])],
-            "Last values": [table(groups)],
-        }
+        names, states = (
+            [group.name for group in groups],
+            [[g.name, r.name, r.state, r.step] for g in groups for r in g.runs],
+        )
+        sections: dict[str, list[Block]] = {"Runs": [Table(states, ["group", "run", "state", "step"])]}
+        if differ := dict.fromkeys(path for group in groups for path in group.settings):
+            rows = [[p, *(value_of(g.settings[p]) if p in g.settings else None for g in groups)] for p in differ]
+            sections["Settings that differ"] = [Table(rows, ["setting", *names])]
+        metrics = dict.fromkeys(name for group in groups for name in group.cells)
+        values = [[name, *(str(g.cells[name]) if name in g.cells else None for g in groups)] for name in metrics]
+        sections["Last values"] = [Table([["n", *(len(g.runs) for g in groups)], *values], ["", *names])]
         for title, blocks in sections.items():
             say("", title)
             say_blocks(blocks)
@@ -99,19 +103,17 @@ class Group:
 
 def groups_of(runs: Sequence[Run]) -> list[Group]:
     """The runs by their recipe, in their order, each group with the settings that tell it from the others."""
-    flat = [{path: json.dumps(value) for path, value in leaves_of(r.recipe) if path and path not in SAME} for r in runs]
-    paths = dict.fromkeys(path for settings in flat for path in settings)
-    differ = [path for path in paths if len({settings.get(path) for settings in flat}) > 1]
+    flat = [{path: value for path, value in leaves_of(r.recipe) if path and path not in SAME} for r in runs]
+    differ = [p for p in dict.fromkeys(chain(*flat)) if any(one.get(p, ...) != flat[0].get(p, ...) for one in flat)]
     if "size" in differ:  # a size implies all of these
         differ = [path for path in differ if not path.startswith("model.")]
-    alike: dict[str, list[Run]] = {}
-    for run, settings in zip(runs, flat, strict=True):
-        alike.setdefault(str(settings or run.folder), []).append(run)  # a run without settings is like no other
+    alike: dict[str, list[int]] = {}
+    for n, settings in enumerate(flat):  # a run without settings is like no other
+        alike.setdefault(json.dumps(settings) if settings else str(n), []).append(n)
     groups = []
     for members in alike.values():
-        settings = dict(leaves_of(members[0].recipe))
-        chosen = {path: settings[path] for path in differ if path in settings}
-        groups.append(Group(members[0].name, chosen, cells_of(list(map(last_values, members))), members))
+        chosen, some = {p: flat[members[0]][p] for p in differ if p in flat[members[0]]}, [runs[n] for n in members]
+        groups.append(Group(some[0].name, chosen, cells_of(list(map(last_values, some))), some))
     return groups
 
 
@@ -128,13 +130,6 @@ def series(run: Run) -> dict[str, Curve]:
 def last_values(run: Run) -> dict[str, float]:
     """The last value of each metric; of the speed the mean over the run."""
     return {name: curve[1][-1] for name, curve in series(run).items()} | {"pairs_per_s": run.speed}
-
-
-def table(groups: Sequence[Group]) -> Table:
-    """The number n of each group's runs, and all metrics: a column a group."""
-    names = dict.fromkeys(name for group in groups for name in group.cells)
-    rows = [[name, *(str(g.cells[name]) if name in g.cells else None for g in groups)] for name in names]
-    return Table([["n", *(len(g.runs) for g in groups)], *rows], ["", *(g.name for g in groups)])
 
 
 def _as_plain(group: Group) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def value_of(value: Any) -> str:
 
 def page(run: Run, finished: bool, unusual: Sequence[Differs], samples: Sequence[Block]) -> Page:
     """Args: finished: what the run itself knows; unusual: settings that differ from their defaults."""
-    processes, recipe = objects(run.folder / HISTORY)[0], run.recipe
+    processes, recipe = objects(run.folder / HISTORY), run.recipe
     last, data = processes[-1] if processes else {}, recipe.get("data") or {}
     ended = "finished" if finished else f"ended by an error: {run.error}" if run.error else "not finished"
     intro = (

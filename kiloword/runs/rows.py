@@ -17,21 +17,13 @@ ROWS, HISTORY = "metrics.jsonl", "history.jsonl"
 Row = Mapping[str, Any]
 
 
-def objects(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """The objects of a file from an offset in bytes on, and the offset behind them.
-
-    A last line without its end is not read yet; lines that are no objects are omitted.
-    """
-    if not path.is_file():
-        return [], 0
-    with path.open("rb") as file:
-        file.seek(start)
-        text = file.read()
-    text, found = text[: text.rfind(b"\n") + 1], []
-    for line in text.splitlines():
+def objects(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file, a line each; lines that are none, as one that is not whole yet, are omitted."""
+    found = []
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
         with suppress(ValueError):
             found.append(json.loads(line))
-    return [one for one in found if isinstance(one, dict)], start + len(text)
+    return [one for one in found if isinstance(one, dict)]
 
 
 def read_object(path: Path) -> dict[str, Any]:

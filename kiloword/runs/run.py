@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import harmonic_mean
@@ -32,35 +31,25 @@ def read_best(folder: Path) -> tuple[str, float, int] | None:
 
 
 class Run:
-    """One run, read again by `update`."""
+    """One run as its folder is now."""
 
     def __init__(self, folder: Path, name: str = "") -> None:
         self.folder, self.name = folder, name or folder.absolute().name
-        self._file = self._end = 0
-        self.update()
-
-    def update(self) -> None:
-        """Read the rows that are new, all of them where a resumed run has written its file again."""
-        recipe = read_object(self.folder / "config.json").get("recipe")
+        recipe = read_object(folder / "config.json").get("recipe")
         self.recipe: dict[str, Any] = recipe if isinstance(recipe, dict) else {}
-        self.batch = int(self.recipe.get("batch", 1))
-        self.error = str(read_object(self.folder / ERROR).get("error", ""))
-        self.best = read_best(self.folder)
-        path = self.folder / ROWS
-        file = path.stat().st_ino if path.is_file() else 0
-        if file != self._file or not file:
-            self._file, self._end, self.step = file, 0, 0
-            self.curves: dict[str, tuple[array[float], array[float]]] = {}
-            self.alerts = Alerts(self.batch, (self.recipe.get("data") or {}).get("bad_share", 0.01))
-        rows, self._end = objects(path, self._end)
-        for row in rows:
+        self.batch, self.step = int(self.recipe.get("batch", 1)), 0
+        self.error = str(read_object(folder / ERROR).get("error", ""))
+        self.best = read_best(folder)
+        self.curves: dict[str, tuple[list[float], list[float]]] = {}
+        self.alerts = Alerts(self.batch, (self.recipe.get("data") or {}).get("bad_share", 0.01))
+        for row in objects(folder / ROWS):
             if type(row.get("step")) is not int:
                 continue
             self.step = row["step"]
             self.alerts.add(row)
             for name in row:
                 if (value := number(row, name)) is not None:
-                    steps, values = self.curves.setdefault(name, (array("d"), array("d")))
+                    steps, values = self.curves.setdefault(name, ([], []))
                     steps.append(self.step)
                     values.append(value)
 

@@ -73,10 +73,11 @@ def _wandb(folder: Path, step: int) -> Tracker:
     """A run of Weights & Biases, whose steps only ascend."""
     import wandb
 
-    name = _known(folder).get("wandb") or uuid.uuid4().hex[:16]
-    _keep(folder, wandb=name)
+    names = _names(folder)
+    names.setdefault("wandb", uuid.uuid4().hex[:16])
+    write_json(folder / FILE, names)
     run: Any = wandb.init(
-        id=name,
+        id=names["wandb"],
         resume="allow",
         project=os.environ.get("WANDB_PROJECT", PROJECT),
         name=folder.absolute().name,
@@ -97,13 +98,13 @@ def _mlflow(folder: Path, step: int) -> Tracker:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(SECONDS))
     import mlflow
 
-    name = _known(folder).get("mlflow")
-    if name is None:
+    names = _names(folder)
+    if "mlflow" not in names:
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
-    run = mlflow.start_run(run_id=name, run_name=folder.absolute().name)
+    run = mlflow.start_run(run_id=names.get("mlflow"), run_name=folder.absolute().name)
     there = [m.step for key in run.data.metrics for m in mlflow.MlflowClient().get_metric_history(run.info.run_id, key)]
-    if name is None:
-        _keep(folder, mlflow=run.info.run_id)
+    if "mlflow" not in names:
+        write_json(folder / FILE, names | {"mlflow": run.info.run_id})
         params = {_key(p): str(v) for p, v in leaves_of(read_object(folder / "config.json").get("recipe"))}
         for first in range(0, len(params), PARAMS):
             mlflow.log_params(dict(list(params.items())[first : first + PARAMS]))
@@ -114,14 +115,11 @@ def _mlflow(folder: Path, step: int) -> Tracker:
     )
 
 
-def _known(folder: Path) -> dict[str, str]:
-    """The names of a run at its trackers. A folder that was copied or moved is another run."""
+def _names(folder: Path) -> dict[str, str]:
+    """The folder of a run, and its names at trackers. A folder that was copied or moved is another run."""
+    place = str(folder.absolute())
     names = read_object(folder / FILE)
-    return names if names.get("folder") == str(folder.absolute()) else {}
-
-
-def _keep(folder: Path, **name: str) -> None:
-    write_json(folder / FILE, {**_known(folder), "folder": str(folder.absolute()), **name})
+    return names if names.get("folder") == place else {"folder": place}
 
 
 def _key(name: str) -> str:

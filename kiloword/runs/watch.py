@@ -13,7 +13,7 @@ from kiloword.runs.run import Run, find
 from kiloword.terminal import say, shown
 from kiloword.terminal.progress import duration, time_left
 
-EVERY = 2.0  # seconds between two looks
+EVERY, PAUSE = 2.0, 10  # seconds between two looks, at least; and such multiples of the time that one takes
 SHOWN = {  # metrics of the last row, and how they are shown
     "loss": "loss {:.4g}",
     "lr": "lr {:.2e}",
@@ -45,15 +45,14 @@ class Watch:
         from rich.live import Live
         from rich.text import Text
 
-        runs, going = dict[Path, Run](), True
+        going = True
         with suppress(KeyboardInterrupt), Live(auto_refresh=False) as live:
             while going:
-                for folder, name in find(self.runs).items():
-                    runs.setdefault(folder, Run(folder, name)).update()
-                lines = (shown(line) for run in runs.values() for line in lines_of(run))
-                live.update(Text("\n".join(lines)), refresh=True)
-                going = any(run.state == "running" for run in runs.values())
-                time.sleep(EVERY * going)
+                began = time.monotonic()
+                runs = [Run(folder, name) for folder, name in find(self.runs).items()]
+                live.update(Text("\n".join(shown(line) for run in runs for line in lines_of(run))), refresh=True)
+                going = any(run.state == "running" for run in runs)
+                time.sleep(going * max(EVERY, PAUSE * (time.monotonic() - began)))
 
 
 def lines_of(run: Run) -> list[str]:

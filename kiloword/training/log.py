@@ -114,4 +114,4 @@ class Log:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All rows of a `metrics.jsonl`; a last line that a crash cut off is omitted."""
-    return [row for row in objects(path)[0] if type(row.get("step")) is int]
+    return [row for row in objects(path) if type(row.get("step")) is int]

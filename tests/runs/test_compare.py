@@ -76,11 +76,16 @@ def test_runs_of_several_batches_and_sizes_are_several_groups(runs: Path) -> Non
     assert "<script>" not in (runs.parent / "c.html").read_text()
 
 
-def test_curves_are_means_at_the_steps_that_all_have(tmp_path: Path) -> None:
-    write(tmp_path / "a", [row(n, loss=float(n)) for n in (1, 2, 3)])
-    write(tmp_path / "b", [row(n, loss=3.0 * n) for n in (1, 3, 4)])
+def test_seeds_alone_have_no_settings_and_curves_are_means_at_the_steps_that_all_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "a", [row(n, loss=float(n)) for n in (1, 2, 3)], seed=0)
+    write(tmp_path / "b", [row(n, loss=3.0 * n) for n in (1, 3, 4)], seed=1)
     curve = mean_curve([Run(tmp_path / name) for name in "ab"], "loss of siglip, batch 10")
     assert [list(of) for of in curve] == [[1, 3], [2, 6]]
+    main(["compare", str(tmp_path), "--html", str(tmp_path / "c.html")])
+    assert "Settings" not in capsys.readouterr().out
+    assert [*sections((tmp_path / "c.html").read_text())][1:] == ["Runs", "Last values", "Curves"]
 
 
 @pytest.mark.parametrize(

@@ -18,22 +18,14 @@ from kiloword.runs.run import Run, find
 from runs import row, write
 
 
-def test_rows_that_grow_are_read_once_and_those_written_again_anew(tmp_path: Path) -> None:
-    out = write(tmp_path / "run", [row(1), row(2)])
+def test_curves_hold_the_numbers_of_whole_rows(tmp_path: Path) -> None:
+    out = write(tmp_path / "run", [row(1), row(2), row(4, loss=7.0, pairs_per_s=25.0)])
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('nonsense\n[1]\n{"step": "x"}\n{"step": 5, "loss": NaN, "words": "x"}\n{"step": 6, "lo')
     run = Run(out)
-    with (out / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "lo')
-    run.update()
-    assert list(run.curves["loss"][0]) == [1, 2]
-    with (out / "metrics.jsonl").open("a") as file:
-        file.write('ss": 0.5}\nnonsense\n[1]\n{"step": "x"}\n{"step": 4, "loss": NaN, "words": "x"}\n')
-    run.update()
-    assert (run.step, list(run.curves["loss"][0]), list(run.curves["loss"][1])) == (4, [1, 2, 3], [10, 5, 0.5])
-    write(tmp_path / "new", [*(row(n) for n in (1, 2, 3)), row(4, loss=7.0, pairs_per_s=25.0)])
-    (tmp_path / "new" / "metrics.jsonl").replace(out / "metrics.jsonl")
-    run.update()
-    assert list(run.curves["loss"][1]) == [10, 5, 10 / 3, 7]
-    assert run.speed == pytest.approx(4 / (3 / 100 + 1 / 25))
+    assert (run.step, run.curves["loss"]) == (5, ([1, 2, 4], [10, 5, 7]))
+    assert run.speed == pytest.approx(3 / (2 / 100 + 1 / 25))
+    assert Run(tmp_path / "none").step == 0
 
 
 def test_states_of_a_run(tmp_path: Path) -> None:
@@ -50,16 +42,13 @@ def test_states_of_a_run(tmp_path: Path) -> None:
     os.utime(longer / "metrics.jsonl", (0, 0))
     assert Run(longer).state == "stopped"
     assert Run(write(tmp_path / "early", [row(1), {"step": 1, "stopped_early": 1}])).state == "finished"
-    (tmp_path / "begun").mkdir()
-    with Lock(tmp_path / "begun"):
-        assert Run(tmp_path / "begun").state == "running"
-
-
-def test_a_killed_run_is_not_running(tmp_path: Path) -> None:
-    code = f"import os; from pathlib import Path; from kiloword.files import Lock; Lock(Path({str(tmp_path)!r})); "
+    (killed := tmp_path / "killed").mkdir()
+    with Lock(killed):
+        assert Run(killed).state == "running"
+    code = f"import os; from pathlib import Path; from kiloword.files import Lock; Lock(Path({str(killed)!r})); "
     subprocess.run([sys.executable, "-c", code + "os.kill(os.getpid(), 9)"], check=False, timeout=60)
-    assert (tmp_path / LOCK).exists()
-    assert Run(tmp_path).state == "stopped"
+    assert (killed / LOCK).exists()
+    assert Run(killed).state == "stopped"
 
 
 def test_a_run_in_a_few_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,5 +113,5 @@ def test_a_pipe_gets_plain_text_and_the_verb_needs_no_torch(tmp_path: Path) -> N
 def test_history_has_a_line_each_process(tmp_path: Path) -> None:
     began(tmp_path, step=0, images=3)
     began(tmp_path, step=7, images=3)
-    assert [(line["step"], line["images"]) for line in objects(tmp_path / HISTORY)[0]] == [(0, 3), (7, 3)]
+    assert [(line["step"], line["images"]) for line in objects(tmp_path / HISTORY)] == [(0, 3), (7, 3)]
     assert json.loads((tmp_path / HISTORY).read_text().splitlines()[0])["version"]
