@@ -90,7 +90,7 @@ def our_path(source: Rows, decoder: str) -> Read:
 def decoders() -> list[str]:
     """Those whose packages are installed."""
     found = []
-    for decoder in ("pillow", "opencv", "simplejpeg"):
+    for decoder in ("pillow", "simplejpeg"):
         try:
             check_decoder(decoder)
             found.append(decoder)

@@ -44,7 +44,7 @@ from kiloword.types import BadSample, Source
 
 DRAW = Draw(0, 0, 0)
 ROWS = 20  # read of a source
-DECODERS = ("pillow", "opencv", "simplejpeg")
+DECODERS = ("pillow", "simplejpeg")
 
 
 class Broken(Exception):

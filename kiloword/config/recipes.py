@@ -266,7 +266,7 @@ class DataConfig(BaseSettings):
         needs="captions!=all",
     )
     together: int = setting(1, "group size: consecutive rows that always share a batch (hard negatives)", 1)
-    decoder: Literal["pillow", "opencv", "simplejpeg"] = setting("pillow", "decoder of images; the others are faster")
+    decoder: Literal["pillow", "simplejpeg"] = setting("pillow", "decoder of images; simplejpeg is faster")
     bad_share: float = setting(0.01, "stop when a larger share of the rows is bad", 0, 1)
     tokenizer: str = setting("own", "own: trained on the captions; clip, siglip, or a file (docs/training.md)")
     tokenizer_vocab: int = setting(

@@ -99,9 +99,7 @@ class Store:
     def __init__(self, folder: Path | str) -> None:
         self.folder, self.path, self._maps = folder, place_of(folder, self.kind), dict[str, NDArray[Any]]()
         if not (self.path / STORE).is_file():
-            there = [WHAT[kind] for kind in WHAT if (place_of(folder, kind) / STORE).is_file()]
-            holds = f"{' and '.join(there)} alone" if there else f"no {STORE}"
-            raise ValueError(f"{folder} holds no {WHAT[self.kind]}: it has {holds}. Make them by `kiloword embed`.")
+            raise ValueError(f"{folder} holds no {WHAT[self.kind]}: make them by `kiloword embed`.")
         self.file = store_file(self.path)
         if not (self.path / KEYS).is_file():
             raise ValueError(f"{folder} is not finished. Run the same `kiloword embed` command again to complete it.")

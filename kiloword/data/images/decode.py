@@ -3,13 +3,12 @@
 With every decoder, EXIF orientation is applied; transparency is blended with white; the first frame of an animation is
 used; 16-bit grey is scaled to 8 bits (by 257), 16-bit colour keeps its high bytes; palettes, grey, CMYK and YCbCr
 become RGB; colour profiles and gamma are not applied. The content decides the format, never the extension.
-OpenCV decodes plain 8-bit JPEG and PNG, simplejpeg plain JPEG, Pillow everything else.
+With the decoder "simplejpeg", plain 8-bit JPEG is decoded by it, everything else by Pillow.
 """
 
 from __future__ import annotations
 
 import io
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,7 +23,7 @@ from kiloword.errors import needs
 from kiloword.terminal import shown
 from kiloword.types import BadSample
 
-Decoder = Literal["pillow", "opencv", "simplejpeg"]
+Decoder = Literal["pillow", "simplejpeg"]
 Pixels = NDArray[np.uint8]
 
 MAX_PIXELS = 80_000_000  # 240 MB decoded; just below Pillow's own limit
@@ -32,10 +31,8 @@ MAX_SCANS = 100  # of a JPEG, each of which goes over the whole image; progressi
 # Not EPS and the like, which start other programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "JPEG2000", "PPM")
 _HEIF = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")  # brands
-_PACKAGES = {"opencv": "opencv-python-headless", "simplejpeg": "simplejpeg"}
 _SCAN, _END = b"\xff\xda", b"\xff\xd9"  # markers of JPEG (ITU-T T.81, B.1)
-_MARKER = re.compile(rb"\xff[^\0\xd0-\xd7\xff]")  # no stuffed byte, restart or fill byte
-_PNG, _PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
+_PNG = b"\x89PNG\r\n\x1a\n"
 _ORIENTATION = 0x0112
 _EXIF = {"exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"}  # keys of `Image.info` with an orientation
 _LATE = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
@@ -45,8 +42,8 @@ _TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTA
 
 def check_decoder(decoder: Decoder) -> None:
     """Errors: ValueError when the package of the decoder is not installed."""
-    if decoder != "pillow" and find_spec({"opencv": "cv2"}.get(decoder, decoder)) is None:
-        raise ValueError(needs(f"decoder '{decoder}'", _PACKAGES[decoder], "fast"))
+    if decoder == "simplejpeg" and find_spec(decoder) is None:
+        raise ValueError(needs("decoder 'simplejpeg'", decoder, "fast"))
 
 
 def image_size(image: bytes | Pixels) -> tuple[int, int]:
@@ -73,9 +70,14 @@ def decode(image: bytes | Pixels, decoder: Decoder = "pillow", at_least: int | N
         opened, factor = _open(image), 1
         if at_least is not None and opened.format in ("JPEG", "MPO"):
             factor = next((f for f in (8, 4, 2) if min(opened.size) // f >= max(1, at_least)), 1)
-        pixels = _fast(image, opened, decoder, factor)
-        if pixels is not None:
-            return pixels
+        plain = opened.format == "JPEG" and opened.mode in ("RGB", "L") and _orientation(opened) == 1
+        if decoder == "simplejpeg" and plain:
+            import simplejpeg
+
+            least = {"min_height": opened.height // factor, "min_width": opened.width // factor} if factor > 1 else {}
+            with suppress(ValueError):  # libjpeg's warnings are errors here: Pillow gives the pixels, or the reason
+                pixels: Pixels = simplejpeg.decode_jpeg(image, "RGB", **least)
+                return pixels
         if factor > 1:
             opened.draft("RGB", (opened.width // factor, opened.height // factor))
         return np.asarray(to_rgb(opened))
@@ -113,11 +115,7 @@ def _open(image: bytes) -> ImageFile.ImageFile:
         raise Image.DecompressionBombError
     if opened.format in ("JPEG", "MPO") and opened.fp is not None:
         start = opened.fp.tell()  # Pillow has read the first scan's header: any thumbnail lies before
-        layers = len(opened.getbands())
-        one = (
-            "progressive" not in opened.info and image[start - 4 - 2 * layers] == layers
-        )  # the first scan has them all
-        if not one and image.count(_SCAN, start, image.find(_END, start)) >= MAX_SCANS:
+        if image.count(_SCAN, start, image.find(_END, start)) >= MAX_SCANS:
             raise BadSample(f"image has more than {MAX_SCANS} scans")
     if opened.format == "PNG" and any(mark in image for mark in _LATE) and not _EXIF & opened.info.keys():
         opened.load()  # metadata of a PNG may stand after its pixels
@@ -162,36 +160,6 @@ def _orientation(image: Image.Image) -> int:
         with suppress(Exception):  # Pillow raises nearly every type on damaged metadata; the pixels may be whole
             value = image.getexif().get(_ORIENTATION)
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
-
-
-def _fast(image: bytes, opened: ImageFile.ImageFile, decoder: Decoder, factor: int) -> Pixels | None:
-    """The result of another decoder, if it does the same as Pillow; None leaves the image, or the reason, to Pillow."""
-    plain = opened.mode in ("RGB", "L") and _orientation(opened) == 1 and "transparency" not in opened.info
-    if decoder == "pillow" or not plain or opened.format not in ("JPEG", "PNG"):
-        return None
-    if decoder == "simplejpeg":
-        import simplejpeg
-
-        least = {"min_height": opened.height // factor, "min_width": opened.width // factor} if factor > 1 else {}
-        with suppress(ValueError):  # warnings of libjpeg are errors of simplejpeg; a PNG is one too
-            pixels: Pixels = simplejpeg.decode_jpeg(image, "RGB", **least)
-            return pixels
-        return None
-    start = opened.fp.tell() if opened.fp else 0  # OpenCV fills what a cut image lacks
-    if opened.format == "PNG":
-        whole = image.endswith(_PNG_END) and getattr(opened, "n_frames", 1) == 1
-    elif "progressive" in opened.info:
-        whole = image.find(_END, start) > 0
-    else:
-        marker = _MARKER.search(image, start)
-        whole = marker is not None and marker[0] == _END
-    if not whole:
-        return None
-    import cv2
-
-    flag = cv2.IMREAD_COLOR if factor == 1 else getattr(cv2, f"IMREAD_REDUCED_COLOR_{factor}")
-    read = cv2.imdecode(np.frombuffer(image, np.uint8), flag | cv2.IMREAD_IGNORE_ORIENTATION)
-    return None if read is None else cv2.cvtColor(read, cv2.COLOR_BGR2RGB, dst=read)
 
 
 @_reading()

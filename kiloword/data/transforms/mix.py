@@ -43,8 +43,6 @@ from kiloword.randomness import Draw, key
 from kiloword.types import BadSample, Example, Fetch, Source
 
 LARGE = 3_500_000  # rows: CC3M is below, CC12M and RedCaps above
-FEW = 0.5  # share of pairs with rewritten captions, below which a note is printed
-TRIED = 5000  # pairs of which that share is counted
 
 
 def share(rho: float | None, rows: int) -> float:
@@ -108,6 +106,8 @@ class WithPartner(_Mix):
         name = needed.get(self.settings.partner)
         if name and getattr(self.settings, name) is None:
             raise ValueError(f"partner {self.settings.partner} needs {name}: name its file or folder.")
+        if self.settings.rewrites is not None and self.settings.parts == "images":
+            raise ValueError("rewrites are captions, which parts images does not change: omit one of them.")
 
     def bind(self, source: Source, open_store: Callable[[str], Any]) -> WithPartner:
         """The transform that knows the data set. Args: open_store: opens feature stores.
@@ -123,23 +123,13 @@ class WithPartner(_Mix):
             rows = named(source, str(s.partner_file))
         elif s.partner in ("nearest", "farthest"):
             rows = similar(source, open_store(str(s.partner_table)), farthest=s.partner == "farthest")
-        bound = replace(self, rows=rows)
-        return bound if s.rewrites is None else bound._rewriting(s.rewrites, source)
-
-    def _rewriting(self, path: str, source: Source) -> WithPartner:
-        """With captions of pairs, and a note where few of them are used."""
-        s, rewrites, n, rng = self.settings, read_rewrites(path, source), len(source), np.random.default_rng(0)
-        names, rows = keys(source), range(0, n, -(-n // TRIED))
-        pairs = [(names[row], names[self.partner(row, n, Draw(0, 0, row), rng)]) for row in rows]
-        used, note = sum(bool(either(rewrites, *pair)) for pair in pairs) / len(pairs), None
-        if s.parts == "images":
-            note = f"{path} is never used: with parts images, captions do not change. Omit rewrites."
-        elif used < FEW and s.partner != "fixed":  # which depends on the run's seed
-            note = (
-                f"{path} has captions for about {used:.1%} of the pairs that partner {s.partner} makes; the others are "
-                f"joined by {s.merge!r}. To use them, name each sample's partner (partner file, partner_file)."
-            )
-        return replace(self, rewrites=rewrites, note=note)
+        if s.rewrites is None:
+            return replace(self, rows=rows)
+        rewrites = read_rewrites(s.rewrites, source)
+        note = (
+            f"{s.rewrites} has captions of {len(rewrites):,} pairs; the captions of others are joined by {s.merge!r}."
+        )
+        return replace(self, rows=rows, rewrites=rewrites, note=note)
 
     def partner(self, row: int, n: int, draw: Draw, rng: np.random.Generator) -> int:
         """The row of the partner among n rows; never `row` itself if there is another."""

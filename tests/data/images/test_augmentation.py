@@ -40,9 +40,9 @@ def test_evaluation_equals_pillow(width: int, height: int, size: int) -> None:
     assert np.array_equal(EvalTransform(size, "squash")(pixels).permute(1, 2, 0), squashed)
 
 
-@pytest.mark.parametrize("decoder", ["pillow", "opencv", "simplejpeg"])
+@pytest.mark.parametrize("decoder", ["pillow", "simplejpeg"])
 def test_without_settings_training_sees_what_evaluation_sees(decoder: Decoder) -> None:
-    pytest.importorskip({"opencv": "cv2", "pillow": "PIL"}.get(decoder, decoder))
+    pytest.importorskip({"pillow": "PIL"}.get(decoder, decoder))
     for height, width in ((40, 56), (57, 31), (32, 32)):
         raw = encode(noise(height, width))
         for resize in ("shortest", "squash"):

@@ -18,14 +18,14 @@ from kiloword.randomness import Draw
 from kiloword.types import BadSample
 from tars import encode, far, noise
 
-DECODERS: tuple[Decoder, ...] = ("pillow", "opencv", "simplejpeg")
+DECODERS: tuple[Decoder, ...] = ("pillow", "simplejpeg")
 HIGH, WIDE = 40, 60
 Expected = np.ndarray | str
 
 
 def outcome(image: bytes, decoder: Decoder = "pillow", at_least: int | None = None) -> Expected:
     """Pixels, or the reason why there are none."""
-    pytest.importorskip({"opencv": "cv2", "pillow": "PIL"}.get(decoder, decoder))
+    pytest.importorskip({"pillow": "PIL"}.get(decoder, decoder))
     try:
         return decode(image, decoder, at_least)
     except BadSample as error:
