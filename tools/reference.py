@@ -30,7 +30,6 @@ from kiloword.cli.main import VERBS, declared
 from kiloword.config.recipes import sizes
 from kiloword.config.settings import ABOVE_0, BELOW_1, UNLIMITED, Leaf, leaves
 from kiloword.evaluation import TASKS
-from kiloword.evaluation import find as find_task
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import components, find, names, preset
 from kiloword.training.command import Train
@@ -254,11 +253,10 @@ def train() -> str:
 def evaluation() -> str:
     """The tasks of `kiloword eval`, and the suites."""
     parts = ["# Tasks of evaluation", "Flags of `kiloword eval TASK MODEL --data SRC`, a section a task."]
-    for name, about in TASKS.items():
-        task = find_task(name)
+    for name, task in TASKS.items():
         spec = parser_spec(partial(_parse, words_of_task(task)))
         rows = [Row("MODEL", "str ...", "required", "", task.models), *flags(spec, limits_of(task.options()))]
-        parts += [f"## kiloword eval {name}", prose(about), table(rows)]
+        parts += [f"## kiloword eval {name}", prose(task.about), table(rows)]
     suite = parser_spec(partial(_parse, EvaluateSuite))
     return "\n\n".join(
         [*parts, "## kiloword eval suite", prose(str(EvaluateSuite.__doc__)), table(list(flags(suite, {})))]

@@ -73,11 +73,11 @@ def read(argv: Sequence[str]) -> Any:
         about = f"{EvaluateSuite.__doc__} Suites: {', '.join(names())}, or a TOML file (docs/suites.md)."
         return tyro.cli(EvaluateSuite, args=argv[1:], prog="kiloword eval suite", description=about)
     if first in TASKS:
-        task = find(first)
-        return tyro.cli(flags(task), args=argv[1:], prog=f"kiloword eval {task.name}", description=TASKS[first])
+        task = TASKS[first]
+        return tyro.cli(flags(task), args=argv[1:], prog=f"kiloword eval {task.name}", description=task.about)
     if first in ("-h", "--help"):
         say("usage: kiloword eval TASK MODEL --data SRC, and kiloword eval TASK --help", "")
-        say(*(f"  {name:14} {about}" for name, about in TASKS.items()), f"  {'suite':14} {EvaluateSuite.__doc__}")
+        say(*(f"  {name:14} {task.about}" for name, task in TASKS.items()), f"  {'suite':14} {EvaluateSuite.__doc__}")
         raise SystemExit(0)
     if any(word in TASKS for word in argv) or not first or first.startswith("-"):
         raise ValueError("a task comes first: kiloword eval retrieval runs/first/model --data scenes:test.")

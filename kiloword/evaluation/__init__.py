@@ -1,33 +1,17 @@
-"""Evaluation of a model by tasks: each is a file that declares itself (see `task.py`), and a subcommand of `kiloword
-eval`."""
+"""Evaluation of a model by tasks (see `task.py`), each a subcommand of `kiloword eval`."""
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kiloword.errors import naming_truncated, suggestion
 from kiloword.evaluation.task import IMAGES, Inputs, Task
+from kiloword.evaluation.tasks import TASKS as TASKS
 from kiloword.report.blocks import Block
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
     from kiloword.types import Skipped, Source
-
-TASKS = {
-    "retrieval": "Rank images by text and texts by image: recall@k; mean average precision where truth is known.",
-    "compositional": "Compare the scores of true and false captions: SugarCrepe, Winoground, ARO, VALSE.",
-    "winogavil": "Choose the images that people associate with a cue among several: Jaccard index, as DataComp.",
-    "zeroshot": "Classify images by prompts of the class names: accuracy, or mean average precision of many labels.",
-    "probe": "Fit a linear layer on frozen image features, and classify with it: accuracy.",
-    "caption": "Caption images, and compare with people's captions: CIDEr-D, BLEU, METEOR, ROUGE-L, CLIPScore.",
-    "vqa": "Answer questions about images: VQA accuracy.",
-    "reconstruction": "Reconstruct hidden patches from the right caption, a wrong one and none: L1 of each.",
-    "hierarchy": "Retrieve from general to specific captions along chains, and measure uncertainty by level.",
-    "uncertainty": "Compare the uncertainty of images and texts with lengths, levels, truth and errors (calibration).",
-    "spectrum": "Singular values of the covariance of image features, and their effective rank.",
-}
-"""The tasks, with a line of help each; the file of a task is imported when it is asked for (`find`)."""
 
 
 def evaluate(
@@ -77,5 +61,4 @@ def find(name: str) -> Task:
     """A task by its name. Raises: ValueError for an unknown one, with a close name."""
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}; known: {', '.join(sorted(TASKS))}.{suggestion(name, TASKS)}")
-    task: Task = import_module(f"kiloword.evaluation.{name}").TASK
-    return task
+    return TASKS[name]

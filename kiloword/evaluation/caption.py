@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from kiloword.config.settings import BaseSettings
 from kiloword.data.joins import CaptionTable
 from kiloword.data.reading import EvalBatch, captions_at
 from kiloword.data.source import info_of, key_of
 from kiloword.distributed.sharing import alone, is_first
-from kiloword.evaluation.caption_metrics import VARIETY, TokenizerName, check_programs, clipscore, score_captions
+from kiloword.evaluation.caption_metrics import VARIETY, check_programs, clipscore, score_captions
 from kiloword.evaluation.caption_truth import judge
 from kiloword.evaluation.features import per_batch, seen, tile
 from kiloword.evaluation.results import check_results, official_id, read_results, write_results
-from kiloword.evaluation.task import Findings, Inputs, PythonOnly, Task
+from kiloword.evaluation.task import Findings, Inputs
+from kiloword.evaluation.tasks import CaptionOptions as CaptionOptions
+from kiloword.evaluation.tasks import CaptionTaskOptions as CaptionTaskOptions
 from kiloword.evaluation.zeroshot import field_name, grouped
 from kiloword.generation.captioner import Captioner
 from kiloword.generation.options import GenerationOptions
@@ -30,30 +31,6 @@ from kiloword.types import BadSample, Skipped
 IMAGE_ID, DOMAIN = "image_id", "domain"
 PROMPT = "A photo depicts "  # before captions whose CLIPScore is measured, as its authors recommend
 TILES = 10  # images of the gallery
-
-
-@dataclass(frozen=True, kw_only=True)
-class CaptionOptions(BaseSettings):
-    """How captions are compared with those that people wrote."""
-
-    tokenizer: TokenizerName = "own"  # ptb: pycocoevalcap's, in Java; COCO metrics differ by 0.0003
-    meteor: bool = True  # METEOR through pycocoevalcap; omitted with a note where it or Java is missing
-    spice: bool = False  # SPICE through pycocoevalcap, where Stanford's models are installed
-
-
-@dataclass(frozen=True, kw_only=True)
-class CaptionTaskOptions:
-    """How captions are generated, and how they are scored."""
-
-    generate: GenerationOptions = field(default_factory=GenerationOptions)
-    judge: CaptionOptions = field(default_factory=CaptionOptions)
-    clipscore: str | None = None  # a model of images and texts, whose CLIPScore and RefCLIPScore are added
-    # fields of the json, or of FILE?info=COLUMN, whose values are groups of images: figures of each; by default NoCaps'
-    # domain, where images have it
-    group_by: tuple[str, ...] = ()
-    # write the captions as COCO and NoCaps take them; images may lack captions of their own
-    results: Path | None = None
-    captions: PythonOnly[Path | None] = None  # table whose captions are scored, the first of each key; None: a model's
 
 
 @dataclass(frozen=True)
@@ -185,15 +162,3 @@ def captions_of_table(path: str, options: CaptionTaskOptions) -> CaptionTaskOpti
     if not path.lower().endswith((".parquet", ".json")):
         return None
     return replace(options, captions=Path(path), generate=GenerationOptions())
-
-
-TASK = Task(
-    name="caption",
-    data="images with captions",
-    models="model folder (OUT/model of a run), or any captioner's parquet table (key, captions) or COCO result file; "
-    "several are compared",
-    options=CaptionTaskOptions,
-    run=run,
-    hidden="^bleu_[23]",
-    without_model=captions_of_table,
-)

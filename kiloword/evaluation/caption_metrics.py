@@ -14,16 +14,16 @@ from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from threading import RLock
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kiloword.errors import needs
+from kiloword.evaluation.tasks import TokenizerName
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-TokenizerName = Literal["own", "ptb"]
 
 LONGEST = 4  # words of an n-gram
 TINY, SMALL = 1e-15, 1e-9  # BLEU: added to the matches and to the number of n-grams, against division by 0

@@ -100,7 +100,7 @@ class Evaluation:
 
     def without_model(self, folder: str) -> Any:
         """Options of a task that takes what is named in place of a model, else None."""
-        return None if self.task.without_model is None else self.task.without_model(folder, self.options)
+        return self.task.without_model(folder, self.options)
 
 
 def main(
@@ -132,7 +132,7 @@ def main(
             cells = [[name, *(None if value is None else number(value) for value in values)] for name, *values in rows]
             table: dict[str, Sequence[Block]] = {"Metrics": [Table(cells, ["metric", *one.results])]}
             shown = {label: blocks for label, blocks in one.blocks.items() if blocks}
-            intro = f"{evaluation.TASKS[task.name]}\n\nData: {data}"
+            intro = f"{task.about}\n\nData: {data}"
             sections = shown | table if len(cells) > LONG else table | shown
             write_page(html, Page(task.name.capitalize(), intro, sections, made_by(models, data)))
 

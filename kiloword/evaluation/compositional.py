@@ -25,7 +25,8 @@ from kiloword.data.source import key_of, names_of, rows_by_name
 from kiloword.evaluation.features import seen, tile
 from kiloword.evaluation.metrics import check_scores, rounding
 from kiloword.evaluation.retrieval import scores_of_pairs
-from kiloword.evaluation.task import Findings, Inputs, Task
+from kiloword.evaluation.task import Findings, Inputs
+from kiloword.evaluation.tasks import CompositionalTaskOptions as CompositionalTaskOptions
 from kiloword.model.encoding import join
 from kiloword.report.blocks import Gallery
 from kiloword.terminal import shown
@@ -42,14 +43,6 @@ IMAGES = (
     "key",
 )  # keys of the images of an entry
 BOX = ("bbox_x", "bbox_y", "bbox_w", "bbox_h")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompositionalTaskOptions:
-    """Which captions are compared."""
-
-    # json or jsonl of SugarCrepe, SugarCrepe++, Winoground, ARO or VALSE, as distributed, or a folder of such files
-    pairs: str | None = None
 
 
 class Cut(NamedTuple):
@@ -284,12 +277,3 @@ def means(
             yield f"{name}_by_category{suffix}", float(by_category[counted].mean())
         yield from ((f"{name}{suffix}@{category}", float(by_category[n])) for n, category in enumerate(names))
     yield from ((f"{name}_items@{category}", float(n)) for category, n in zip(names, count, strict=True))
-
-
-TASK = Task(
-    name="compositional",
-    data="the images that --pairs names, by key or file name",
-    options=CompositionalTaskOptions,
-    run=run,
-    hidden=r"_(chance|items)@",
-)

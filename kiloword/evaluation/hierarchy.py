@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kiloword.evaluation.calibration import defined, spearman
 from kiloword.evaluation.features import kept, seen, tile
-from kiloword.evaluation.task import Findings, Inputs, NoOptions, Task
+from kiloword.evaluation.task import Findings, Inputs, NoOptions
 from kiloword.methods.prolip.gaussian import inclusion, log_inclusion, variance_sum
 from kiloword.model.encoding import chunks, join, rows
 from kiloword.model.heads import unit
@@ -269,10 +269,3 @@ def of_images(inputs: Inputs) -> Findings:
         for g in whole[:, 0].argsort(stable=True).tolist()[:3]:
             tiles = [tile(source, row, f"{u:#.3g}") for row, u in zip(whole_rows[g], uncertainty[g], strict=True)]
             yield Gallery(tiles, f"H of the whole in level 0 is {float(whole[g, 0]):.3g}; variance by level")
-
-
-TASK = Task(
-    name="hierarchy",
-    data="images with chains of captions (`hierarchies`) or of several levels (HierarImgs), or scenes",
-    run=run,
-)

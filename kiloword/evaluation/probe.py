@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,13 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import SGD, AdamW
 
-from kiloword.config.settings import BaseSettings, check, setting
+from kiloword.config.settings import check
 from kiloword.data.open import open_source
 from kiloword.errors import needs
 from kiloword.evaluation.classes import Classes, classes_of
 from kiloword.evaluation.features import labelled
-from kiloword.evaluation.task import ClassNames, Data, Findings, Inputs, Task
-from kiloword.evaluation.zeroshot import TASK as ZEROSHOT
+from kiloword.evaluation.task import Findings, Inputs
+from kiloword.evaluation.tasks import ProbeOptions as ProbeOptions
+from kiloword.evaluation.tasks import ProbeTaskOptions as ProbeTaskOptions
 from kiloword.evaluation.zeroshot import figures
 from kiloword.model.encoding import chunks
 from kiloword.randomness import key
@@ -41,36 +42,6 @@ EPOCHS = {
     "sgd": 50,
 }
 COUNT, STRIDES = 97, (8, 4, 2, 1)  # values of a sweep; its steps around the best of every 16th
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbeOptions(BaseSettings):
-    """Settings of the probe; None: the value of the recipe."""
-
-    # as in: FFF (adamw), SLIP and CLIP-C (sgd), CLIP (lbfgs). sgd and lbfgs classify features before the projection to
-    # the embedding
-    recipe: Literal["clip_benchmark", "adamw", "sgd", "lbfgs"] = "clip_benchmark"
-    lr: float = setting(0.1, "learning rate at the start of the cosine", 0)
-    epochs: int | None = setting(None, "passes over the data. None: clip_benchmark 10, adamw 20, sgd 50", 1)
-    batch: int | None = setting(None, "images in a step. None: 64, sgd 256", 1)
-    weight_decay: float | None = setting(
-        None,
-        "of the optimiser; lbfgs: 1 / C of scikit-learn. None: swept on --val, which lbfgs needs then, or else 0",
-        0,
-    )
-    shots: int = setting(0, "training images per class, drawn by the seed; 0: all", 0)
-    seed: int = 0  # of draws, shuffles and first weights
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbeTaskOptions:
-    """What the probe is fitted on, and how."""
-
-    train: Data | None = None  # training data, which must be given
-    val: Data | None = None  # data on which the weight decay is chosen
-    # class names: a text file with one per line, a JSON file, or a data set (kiloword data names). None: of the data
-    classnames: ClassNames | None = None
-    probe: ProbeOptions = field(default_factory=ProbeOptions)
 
 
 class Split(NamedTuple):
@@ -250,12 +221,3 @@ def encoded(inputs: Inputs, classes: Classes | None, pooled: bool) -> Split:
                 raise ValueError(f"{inputs.source.name} has many labels an image: a probe needs one class each")
             parts.append(Split(part.images["vec"].float().cpu(), part.labels.cpu()))
     return Split(*map(torch.cat, zip(*parts, strict=True)))
-
-
-TASK = Task(
-    name="probe",
-    data=ZEROSHOT.data,
-    options=ProbeTaskOptions,
-    run=run,
-    hidden="^sweep@",
-)

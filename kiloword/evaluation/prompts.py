@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kiloword.config.settings import BaseSettings
 from kiloword.evaluation.task import Values
+from kiloword.evaluation.tasks import PromptOptions as PromptOptions
+from kiloword.evaluation.tasks import Way as Way
 from kiloword.methods.prolip.gaussian import variance_sum
 from kiloword.model.encoding import rows
 from kiloword.model.heads import Head
@@ -32,21 +33,6 @@ if TYPE_CHECKING:
 NEIGHBOURS = SAMPLES = 10  # without shots: images of a class, samples of each; the paper: 5, its total: 100
 SHOT_SAMPLES = 100  # with shots: samples of all labelled images of a class
 EPS, STEPS, TOLERANCE = 0.02, 1000, 1e-6  # added to variances; of expectation maximisation
-
-Way = Literal["ensemble", "filter", "topk", "bprw"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptOptions(BaseSettings):
-    """How prompts are combined, and options of the prompt selection bprw."""
-
-    # normalise the mean of a class; None: yes, but not with bprw (as in the authors' code). Section 4.2: no
-    renormalise: bool | None = None
-    # variance of a class of prompts with weights p: sum p var (1 / N when equal), or sum p^2 var (1 / N^2, of their
-    # average); None: squares with bprw, otherwise as the model was trained (--settings.ensemble)
-    variance: Literal["linear", "squares"] | None = None
-    shots: int = 0  # bprw: labelled images per class to fit on, excluded from scoring; 0: the nearest, unlabelled
-    seed: int = 0  # bprw: seed of the samples and of the choice of labelled images
 
 
 @dataclass

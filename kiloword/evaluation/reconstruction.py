@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kiloword.data.reading import EvalBatch
 from kiloword.evaluation.features import per_batch
-from kiloword.evaluation.task import Findings, Inputs, NoOptions, Task
+from kiloword.evaluation.task import Findings, Inputs, NoOptions
 from kiloword.explain.reconstruct import masked_patches, mean_colour, mim_settings, reconstruct
 from kiloword.methods.coca import sycoca
 from kiloword.model.encoding import inference
@@ -125,10 +125,3 @@ def wrong_captions(source: Source, captions: Mapping[int, Sequence[str]]) -> dic
                 wrong[row] = other
                 break
     return wrong
-
-
-TASK = Task(
-    name="reconstruction",
-    data="images with captions",
-    run=run,
-)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from kiloword.config.recipes import Nearest
 from kiloword.distributed.sharing import in_turns
 from kiloword.evaluation.extra_positives import Positives, read_positives, truth
 from kiloword.evaluation.features import captioned
@@ -23,7 +21,8 @@ from kiloword.evaluation.metrics import (
     recall_at,
     standing,
 )
-from kiloword.evaluation.task import Findings, Inputs, PythonOnly, Task, Values
+from kiloword.evaluation.task import Findings, Inputs, Values
+from kiloword.evaluation.tasks import CHUNK, RetrievalTaskOptions
 from kiloword.model.encoding import chunks, rows
 from kiloword.model.pooling import at_least_float
 from kiloword.terminal.progress import track
@@ -37,24 +36,8 @@ Relevance = Callable[[slice], Any]
 
 Judged = TypeVar("Judged")
 
-PANEL, CHUNK = 1 << 22, 1024  # scores that are ranked at once; rows and columns that are scored at once
+PANEL = 1 << 22  # scores that are ranked at once; rows and columns that are scored at once
 GATHERED = 1 << 26  # bytes of features copied at once to score pairs
-
-
-@dataclass(frozen=True, kw_only=True)
-class RetrievalTaskOptions:
-    """How pairs are ranked."""
-
-    # in place of the model's score: cosine of the features (of a Gaussian: its mean), or csd, the closed-form sampled
-    # distance of Gaussians. None: the model's score
-    nearest: Nearest | None = None
-    shortlist: int | None = None  # exact scores of the N nearest images or texts alone; prints the recall lost
-    # more positives than the annotated pairs: ECCV Caption's or CxC's json of ids with COCO's annotations,
-    # FILE?captions=captions_val2014.json
-    extra_positives: str | None = None
-    folds: int = 1  # mean of recall@k over N equal parts of the images, in order; COCO 1K: 5 of the 5000
-    ks: PythonOnly[tuple[int, ...]] = (1, 5, 10)  # of recall@k
-    chunk: PythonOnly[int] = CHUNK  # rows and columns of scores held at a time
 
 
 def run(inputs: Inputs, options: RetrievalTaskOptions) -> Findings:
@@ -87,14 +70,6 @@ def run(inputs: Inputs, options: RetrievalTaskOptions) -> Findings:
         yield from ((f"{name}_folds", sum(part[name] / options.folds for part in parts)) for name in parts[0])
     if options.extra_positives is not None:
         yield from extra_recalls(score, images, texts, read_positives(options.extra_positives, data), ks, chunk)
-
-
-TASK = Task(
-    name="retrieval",
-    data="images with captions",
-    options=RetrievalTaskOptions,
-    run=run,
-)
 
 
 def retrieval(

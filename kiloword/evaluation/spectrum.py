@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kiloword.data.reading import EvalBatch
 from kiloword.evaluation.features import per_batch
-from kiloword.evaluation.task import Findings, Inputs, NoOptions, Task
+from kiloword.evaluation.task import Findings, Inputs, NoOptions
 from kiloword.methods.llip import OneVector
 from kiloword.model.encoding import inference
 from kiloword.model.heads import Single
@@ -78,11 +78,3 @@ def tower_output(model: Model, tokens: Tensor) -> Tensor:
         return pooled[:, None]
     mixture = extra(model.config.image) - int(model.config.image.uncertainty_token)
     return tokens[:, :mixture] if mixture else tokens
-
-
-TASK = Task(
-    name="spectrum",
-    data="images",
-    run=run,
-    hidden=r"@(?!(1|2|4|8|16|32|64|128|256|512|1024|2048|4096)$)",  # singular values 3, 5, 6, 7, ...
-)

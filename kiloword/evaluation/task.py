@@ -1,14 +1,16 @@
-"""What an evaluation task is: options, `run`, and TASK, in one file `evaluation/NAME.py`; the loop is in `command.py`.
+"""What an evaluation task is. All are declared in `tasks.py`, with their options; the loop is in `command.py`.
 
-`run(inputs, options)` yields metrics, `(name, value)`, and where `inputs.page` is true also blocks for the page
-(`kiloword.report.blocks`). The page shows the metrics of all models in a table, then the blocks of each model.
+`run(inputs, options)` of `evaluation/NAME.py` yields metrics, `(name, value)`, and where `inputs.page` is true also
+blocks for the page (`kiloword.report.blocks`). The page shows the metrics of all models in a table, then the blocks of
+each model.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
@@ -72,17 +74,24 @@ class NoOptions:
 class Task:
     """A task, as Python and the command line know it."""
 
-    name: str  # a key of `kiloword.evaluation.TASKS`, which has its line of help
+    name: str  # and of its file, evaluation/NAME.py
+    about: str  # a line of help
     data: str  # what --data takes, for its help
     models: str = "model folder (OUT/model of a run); several are evaluated on the same data and shown side by side"
     options: type[Any] = (
         NoOptions  # frozen dataclass; each field has a type, a default, and its help as a comment or docstring
     )
-    run: Callable[[Inputs, Any], Findings]  # of the inputs and the options
     hidden: str = ""  # pattern (`re.search`) of the names of metrics that are not printed; "": all are printed
-    without_model: Callable[[str, Any], Any] | None = None
-    """Given the path where a model is expected, and the options: new options if the path is not a model (a table of
-    captions), else None."""
+
+    def run(self, inputs: Inputs, options: Any) -> Findings:
+        """Metrics, and blocks for a page, by `run` of the task's file."""
+        found: Findings = import_module(f"kiloword.evaluation.{self.name}").run(inputs, options)
+        return found
+
+    def without_model(self, path: str, options: Any) -> Any:
+        """New options where a table of captions takes the place of a model, else None."""
+        file = import_module(f"kiloword.evaluation.{self.name}")
+        return file.captions_of_table(path, options) if self.name == "caption" else None
 
     def prints(self, name: str) -> bool:
         """Whether to print a metric; the JSON has all."""

@@ -20,7 +20,7 @@ from kiloword.evaluation.features import CaptionedImages, captioned, tile
 from kiloword.evaluation.hierarchy import TAIL, read
 from kiloword.evaluation.metrics import hit
 from kiloword.evaluation.retrieval import all_pairs
-from kiloword.evaluation.task import Findings, Inputs, NoOptions, Task
+from kiloword.evaluation.task import Findings, Inputs, NoOptions
 from kiloword.methods.prolip.gaussian import csd, inclusion, variance_sum
 from kiloword.model.encoding import chunks, rows
 from kiloword.randomness import key
@@ -224,11 +224,3 @@ def corners(source: Source, data: CaptionedImages, image: Tensor, text: Tensor, 
             values = f"CSD {distance[t]:#.4g}, variances {image[t]:#.3g} and {text[t]:#.3g}"
             tiles.append(tile(source, data.rows[data.image_of_text[t]], data.captions[t], values))
         yield Gallery(tiles, f"Image {name}, text {other}", 3)
-
-
-TASK = Task(
-    name="uncertainty",
-    data="images with captions; the model needs Gaussians",
-    run=run,
-    hidden=r"_right@|_uncertainty@|_q(25|75)$",  # bins, most quantiles
-)

@@ -6,11 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from kiloword.config.settings import BaseSettings, check, setting
+from kiloword.config.settings import check
 from kiloword.data.open import open_source
 from kiloword.data.reading import EvalBatch, captions_at
 from kiloword.data.sample import ANSWERS, QUESTION, question_in
@@ -18,7 +16,9 @@ from kiloword.data.source import check_asks, info_of
 from kiloword.distributed.sharing import alone, is_first, lockstep
 from kiloword.evaluation.features import per_batch
 from kiloword.evaluation.results import check_results, write_results
-from kiloword.evaluation.task import Data, Findings, Inputs, Task
+from kiloword.evaluation.task import Findings, Inputs
+from kiloword.evaluation.tasks import VqaOptions as VqaOptions
+from kiloword.evaluation.tasks import VqaTaskOptions as VqaTaskOptions
 from kiloword.evaluation.zeroshot import grouped
 from kiloword.generation.answerer import Answerer
 from kiloword.generation.options import GenerationOptions
@@ -46,26 +46,6 @@ y'all y'all'd've y'all'll you'd you'd've you'll you're you've
 # words that lack one apostrophe, and the words; and one that is the wrong way round in the evaluator's table
 CONTRACTIONS = {w[:k] + w[k + 1 :]: w for w in _WHOLE.split() for k, letter in enumerate(w) if letter == "'"}
 CONTRACTIONS["somebody'd"] = "somebodyd"
-
-
-@dataclass(frozen=True, kw_only=True)
-class VqaOptions(BaseSettings):
-    """The possible answers, and how one is chosen."""
-
-    answers: Path | None = None  # file with one possible answer per line; None: the answers of --train, or of the data
-    most: int = setting(3128, "number of the most frequent answers of --train", 1)
-    decode: Literal["list", "free"] = "list"  # word by word within the list; any words
-    beams: int = setting(5, "list and free: number of unfinished answers to keep; 1: greedy", 1)
-    length_penalty: float = 0.0  # score of an answer = log probability / tokens^length_penalty
-
-
-@dataclass(frozen=True, kw_only=True)
-class VqaTaskOptions:
-    """Which answers there are, and how one is chosen."""
-
-    train: Data | None = None  # data whose answers are the possible ones; None: those of the test data
-    results: Path | None = None  # write the answers as VQA's server takes them; questions may lack answers
-    vqa: VqaOptions = field(default_factory=VqaOptions)
 
 
 def run(inputs: Inputs, task_options: VqaTaskOptions) -> Findings:
@@ -189,11 +169,3 @@ def means(answered: Iterable[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[s
     for kind in ("question", "answer"):
         for name, own in grouped([info for _, info in rows], f"{kind}_type", known=False).items():
             yield f"accuracy/{kind}/{name}", sum(rows[n][0] for n in own) / len(own)
-
-
-TASK = Task(
-    name="vqa",
-    data="images with questions and answers, or scenes:test?task=vqa",
-    options=VqaTaskOptions,
-    run=run,
-)

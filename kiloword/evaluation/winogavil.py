@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import dataclass
 from math import comb
 from pathlib import Path
 
@@ -13,14 +12,8 @@ from torch import Tensor
 
 from kiloword.evaluation.compositional import Cut, Item, scored
 from kiloword.evaluation.metrics import rounding
-from kiloword.evaluation.task import Findings, Inputs, Task
-
-
-@dataclass(frozen=True, kw_only=True)
-class WinogavilTaskOptions:
-    """Which associations are asked for."""
-
-    pairs: Path | None = None  # winogavil_dataset.csv: columns `cue`, `candidates` and `associations`
+from kiloword.evaluation.task import Findings, Inputs
+from kiloword.evaluation.tasks import WinogavilTaskOptions as WinogavilTaskOptions
 
 
 def run(inputs: Inputs, options: WinogavilTaskOptions) -> Findings:
@@ -74,11 +67,3 @@ def read(path: Path | None) -> list[Item]:
             'last two as JSON lists of names (["bee", "hat"]), and every association among the candidates.'
         )
     return items
-
-
-TASK = Task(
-    name="winogavil",
-    data="the images that --pairs names, by key or file name",
-    options=WinogavilTaskOptions,
-    run=run,
-)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from tyro.conf import arg
 
-from kiloword.config.recipes import Nearest
 from kiloword.data.classes import Templates
 from kiloword.data.classes.names import SLOT, prompts, read_templates, template_sets, templates
 from kiloword.evaluation.classes import Classes, classes_of
 from kiloword.evaluation.features import Seen, labelled, tile
 from kiloword.evaluation.metrics import Standing, average_precision, hit, rounding, standing
-from kiloword.evaluation.prompts import Images, PromptOptions, Prompts, Way, choose, statistics
-from kiloword.evaluation.task import ClassNames, Findings, Inputs, Task, Values
-from kiloword.evaluation.task import Prompts as PromptTexts
+from kiloword.evaluation.prompts import Images, PromptOptions, Prompts, choose, statistics
+from kiloword.evaluation.task import Findings, Inputs, Values
+from kiloword.evaluation.tasks import ZeroshotTaskOptions as ZeroshotTaskOptions
 from kiloword.model.encoding import encode_texts, join
 from kiloword.report.blocks import Block, Gallery, Matrix
 from kiloword.types import Source
@@ -27,34 +24,10 @@ from kiloword.types import Source
 if TYPE_CHECKING:
     from kiloword.api import Matcher
 
+USUAL = ZeroshotTaskOptions()
 NO_GROUP = "Other"  # a group that is never the worst, as in WILDS' FMoW
 MISTAKES = 12  # images on the page
 MATRIX = 20  # classes whose confusion matrix fits a page
-
-
-@dataclass(frozen=True, kw_only=True)
-class ZeroshotTaskOptions:
-    """How the prompts of a class become its classifier."""
-
-    # prompts of a class: all alike (ensemble), the least uncertain (filter, topk), or weighted by how well they explain
-    # images (bprw); all but the first need a model with Gaussians
-    prompts: Way = "ensemble"
-    # how prompts are combined, and parameters of bprw
-    prompt_options: Annotated[PromptOptions, arg(name="prompts")] = field(default_factory=PromptOptions)
-    # score of an image and a class; None: the model's own, which does not subtract half the squared norm of the class's
-    # mean, as csd does
-    nearest: Nearest | None = None
-    # class names: a text file with one per line, a JSON file, or a data set (kiloword data names). None: of the data
-    classnames: ClassNames | None = None
-    # prompts with {c} or {} for the class name: a file, a data set, or one template. None: those of the data, of the
-    # data set that --classnames names, or the class name alone
-    templates: PromptTexts | None = None
-    # fields of the json, or of FILE?info=COLUMN, whose values are groups of images: accuracy of each, and of the worst;
-    # npy.0: the first number of the .npy beside a .cls; NAME=FIELD: FIELD where there is no NAME
-    group_by: tuple[str, ...] = ()
-    any_label: bool = False  # an image with several classes is right if any of them is among the first: acc1, acc5
-    macro_f1: bool = False  # also F1 as a mean over the classes that occur
-    attributes: bool = False  # class names are "attribute object": also the accuracy of each of the two
 
 
 def run(inputs: Inputs, options: ZeroshotTaskOptions) -> Findings:
@@ -100,19 +73,10 @@ def run(inputs: Inputs, options: ZeroshotTaskOptions) -> Findings:
         yield from _blocks(source, names, torch.cat(scores), torch.cat(labels), rows)
 
 
-TASK = Task(
-    name="zeroshot",
-    data="class folders, a table with a column `label`, tars with .cls, or scenes:test?task=colour",
-    options=ZeroshotTaskOptions,
-    run=run,
-    hidden="^(weight|average_precision)@|^count_",
-)
-
-
 def figures(
     scores: Tensor,
     labels: Tensor,
-    options: ZeroshotTaskOptions = ZeroshotTaskOptions(),
+    options: ZeroshotTaskOptions = USUAL,
     names: Sequence[str] = (),
     infos: Sequence[Mapping[str, Any]] = (),
 ) -> Values:

@@ -77,7 +77,10 @@ def test_help_of_train_has_the_common_flags_and_of_all_the_defaults_of_the_metho
     assert "--model.image.width INT width of a token (default: 768)" in everything
 
 
-@pytest.mark.parametrize("words", ["", "train --help", "plan --help", "embed --help", "search --help"])
+@pytest.mark.parametrize(
+    "words",
+    ["", "train --help", "plan --help", "embed --help", "search --help", "eval probe --help", "eval caption --help"],
+)
 def test_help_needs_no_torch(words: str) -> None:
     code = f"import sys\nfrom kiloword.cli.main import main\ntry: main({words.split()})\nexcept SystemExit: pass\n"
     code += "print({'torch', 'matplotlib', 'starlette'} & set(sys.modules))"

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,10 @@ from kiloword.evaluation.command import labels, number
 def test_a_task_is_declared_whole(name: str) -> None:
     task = find(name)
     assert task.name == name
-    assert re.fullmatch(r"[A-Z].{20,110}\.", TASKS[name])
+    assert re.fullmatch(r"[A-Z].{20,110}\.", task.about)
     assert (task.options.__doc__ or "").endswith(".")
     task.options()  # every option has a default
-    module = sys.modules[task.run.__module__]
+    module = import_module(f"kiloword.evaluation.{name}")
     assert (module.__doc__ or "").startswith(f"The task `{name}`")
 
 
@@ -32,7 +33,7 @@ def test_help_lists_the_tasks_with_a_line_each_without_torch() -> None:
     code = "import sys; from kiloword.cli.main import main; sys.argv = ['kiloword', 'eval', '--help']\ntry: main()\n"
     code += "finally: print('torch' in sys.modules)"
     output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert all(re.search(rf"^  {name} +{re.escape(about)}$", output, re.MULTILINE) for name, about in TASKS.items())
+    assert all(re.search(rf"^  {name} +{re.escape(task.about)}$", output, re.MULTILINE) for name, task in TASKS.items())
     assert output.endswith("False\n")
 
 
