@@ -149,7 +149,8 @@ def positionals(function: Any) -> Iterator[Row]:
 
 def comment(kind: Any, name: str) -> str:
     """The comment above a field of a dataclass, or behind it."""
-    lines = inspect.getsource(kind).splitlines()
+    owner = next(base for base in kind.__mro__ if name in inspect.get_annotations(base))
+    lines = inspect.getsource(owner).splitlines()
     at = next(n for n, line in enumerate(lines) if line.strip().startswith(f"{name}:"))
     above: list[str] = []
     while "  # " not in lines[at] and lines[at - 1 - len(above)].strip().startswith("#"):
