@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kiloword.config.recipes import sizes
-from kiloword.losses.many import Balanced, supcon_loss
-from kiloword.losses.pairs import Blocks, sigmoid_loss, softmax_loss
+from kiloword.losses.pairs import Balanced, Blocks, sigmoid_loss, softmax_loss, supcon_loss
 from kiloword.methods.method import annotated
 from kiloword.methods.pcmepp import matching_loss
 from kiloword.methods.registry import preset

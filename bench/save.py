@@ -24,10 +24,9 @@ import torch
 from kiloword.config.options import RunOptions
 from kiloword.distributed.device import precision_of
 from kiloword.methods.defaults import default_recipe
-from kiloword.training.resolve import open_sources
-from kiloword.training.run import Run
-from kiloword.training.saving import saver as saver_of
+from kiloword.training.resolve import Run, open_sources
 from kiloword.training.setup import prepare
+from kiloword.training.setup import saver as saver_of
 from kiloword.training.step import backward
 
 

@@ -76,11 +76,6 @@ class Slow(Texts):
         return {"head.bias": 0.1}
 
 
-class Number(Norms):
-    def count(self, batch: Any) -> Any:
-        return len(batch)
-
-
 class Masked(Norms):
     def forward(self, model: Any, batch: Any, encoded: Any) -> Any:
         return model.image_tokens(batch.images, masked=torch.ones(len(batch), 4, dtype=torch.bool)).sum()

@@ -83,6 +83,12 @@ class PerText(Pooling):
         return weights(at_least_float(images["keys"]), at_least_float(texts["query"]), self.factor)
 
 
+def check_heads(heads: int, dim: int) -> None:
+    """Raises: ValueError for heads that do not divide the embedding size."""
+    if dim % heads:
+        raise ValueError(f"--settings.heads {heads} does not divide the embedding size {dim} (--model.head.dim).")
+
+
 def _floats(images: Features, texts: Features) -> tuple[Tensor, ...]:
     return tuple(at_least_float(x) for x in (images["keys"], images["values"], texts["query"], texts["vec"]))
 

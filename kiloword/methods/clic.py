@@ -1,8 +1,4 @@
-"""Two images in one, their captions joined, and words swapped across them as negatives. Source: CLIC, arXiv:2505.24424.
-
-Each image is composed with a random other one. Its positives are both captions in either order, and further sentences
-of both; its negative swaps a word of one caption with a word of the other.
-"""
+"""Two images in one, captions joined, words swapped across them as negatives. Source: CLIC, arXiv:2505.24424."""
 
 from __future__ import annotations
 
@@ -104,10 +100,7 @@ def joined(one: Sequence[str], two: Sequence[str], n: int, rng: np.random.Genera
 
 
 def swapped_across(one: str, two: str, rng: np.random.Generator) -> tuple[str, str] | None:
-    """Two captions of which a word each changed places; None where a caption has no word that the other lacks.
-
-    The authors swap words of one part of speech, which a tagger finds. Here they are any content words.
-    """
+    """Two captions of which a content word each changed places; None where one has no word that the other lacks."""
     words = [{m[0].lower() for m in content_words(caption)} for caption in (one, two)]
     unlike = [sorted(words[0] - words[1]), sorted(words[1] - words[0])]
     if not all(unlike):

@@ -39,11 +39,7 @@ class ConceptSettings(BaseSettings):
 
 
 def phrases_of(caption: str) -> list[str]:
-    """Runs of content words with nothing but spaces and hyphens between them, each once.
-
-    The authors ask a language model for noun phrases of main subjects. This rule knows no parts of speech: a verb
-    without an article or preposition before it stays in its phrase ("dog chases cats").
-    """
+    """Runs of content words with nothing but spaces and hyphens between them, each once."""
     spans = list[tuple[int, int]]()
     for word in content_words(caption):
         if spans and not caption[spans[-1][1] : word.start()].strip("- \t\n"):

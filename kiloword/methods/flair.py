@@ -18,7 +18,7 @@ from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.distributed.collectives import ranks, sum_over_ranks
 from kiloword.losses.pairs import sigmoid_loss, weighted
-from kiloword.losses.pertext import PerText
+from kiloword.losses.pertext import PerText, check_heads
 from kiloword.methods import siglip
 from kiloword.methods.method import WHOLE, Component, Method, Part, whole_head
 from kiloword.model.heads import Single, unit
@@ -73,9 +73,8 @@ def flair_loss(pairs: PairBlocks, positives: Positives, share: float, other_text
     """Sigmoid losses of attended patches and of whole images, the latter a mean over texts.
 
     For attended patches the authors' code compares an image with its own K texts and one text of every other image,
-    drawn anew. "one" is the expectation of these draws; "all" compares with all texts, a mean over texts. On
-    several ranks they sum losses of the ranks' batches; here the batch is one. They have one scale and bias for both
-    losses; here each has its own. Source: arXiv:2412.03561 (text-conditioned and multi-positive sigmoid loss).
+    drawn anew. "one" is the expectation of these draws; "all" compares with all texts, a mean over texts.
+    Source: arXiv:2412.03561 (text-conditioned and multi-positive sigmoid loss).
     """
     of_texts = partial(sigmoid_loss, reduction="texts")
     attended = as_one_text if other_texts == "one" else of_texts
@@ -119,10 +118,7 @@ class Attended(PerText):
     def __init__(self, config: ModelConfig, settings: FlairSettings) -> None:
         super().__init__()
         dim, self.heads, self.extra = config.head.dim, settings.heads, extra(config.image)
-        if dim % self.heads:
-            raise ValueError(
-                f"--settings.heads {self.heads} does not divide the embedding size {dim} (--model.head.dim)."
-            )
+        check_heads(self.heads, dim)
         self.image_pool = ImagePool(config.image, config.head)
         self.text_pool = TextPool(config.text, config.head.text_pool)
         self.image_projection = nn.Linear(config.image.width, dim, bias=False)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import ABOVE_0, BaseSettings, setting
-from kiloword.losses.pertext import PerText, weights
+from kiloword.losses.pertext import PerText, check_heads, weights
 from kiloword.methods import siglip
 from kiloword.methods.method import Component, Method, Part
 from kiloword.model.blocks import Init
@@ -90,10 +90,7 @@ class Attention(Pooling):
     def __init__(self, config: ModelConfig, settings: ContextualSettings) -> None:
         super().__init__()
         self.dim, self.width, self.settings = config.head.dim, config.image.width, settings
-        if self.dim % settings.heads:
-            raise ValueError(
-                f"--settings.heads {settings.heads} does not divide the embedding size {self.dim} (--model.head.dim)."
-            )
+        check_heads(settings.heads, self.dim)
         self.extra = extra(config.image)
         per_token = settings.per_token_projections
         self.matrices = (settings.k + int(settings.patch_keys)) if per_token else 1  # patches share one

@@ -52,8 +52,9 @@ class Term(Piece):
     and norms need no `initial()`, embeddings do. Above a trunk `batch.images` are its tokens, floating-point [I, N, W].
     """
 
-    def count(self, batch: Batch) -> Tensor:
-        """Scalar: the number of items to divide the sum by (images, caption tokens, selected rows)."""
+    def count(self, batch: Batch) -> Tensor | int:
+        """The number of items to divide the sum by (images, caption tokens, selected rows); a scalar on the device
+        where it depends on values there."""
         raise NotImplementedError
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
@@ -278,15 +279,3 @@ class Component:
     apply: Callable[[Method, Any], Method]  # takes the method and the settings; raises ValueError for incompatible ones
     vectors: str = ""  # what a text is, as "caption", where it compares a trained vector of each with one of each image
     gaussians: bool = False  # whether it compares Gaussians
-
-
-def check_vectors(method: Method, component: str, text: str) -> None:
-    """Check that a method has what a component compares: a trained vector per image and per text.
-
-    Args: text: what a text is there, such as "caption". Raises: ValueError where it has not.
-    """
-    if method.pooling.kind is not Single or method.pair_weight == 0:
-        raise ValueError(
-            f"{component} compares one vector per image with one per {text}, which {method.name} has not, or which no "
-            "pair loss trains: omit it, or choose a method with both."
-        )

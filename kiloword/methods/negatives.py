@@ -56,10 +56,7 @@ def content_words(caption: str) -> list[re.Match[str]]:
 
 
 def swapped(caption: str, rng: np.random.Generator) -> str | None:
-    """The caption with two different words swapped; None where it has no two.
-
-    NegCLIP swaps words and phrases of one part of speech, which a tagger finds. Here they are any `content_words`.
-    """
+    """The caption with two different `content_words` swapped; None where it has no two."""
     words = content_words(caption)
     names = [word[0].lower() for word in words]
     left = Counter(names)

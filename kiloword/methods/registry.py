@@ -21,7 +21,8 @@ from typing import Any
 
 from kiloword.config.settings import Nothing, check, parse
 from kiloword.errors import article, suggestion
-from kiloword.methods.method import Component, Method, check_vectors
+from kiloword.methods.method import Component, Method
+from kiloword.model.heads import Single
 
 METHOD = "kiloword.methods.method.Method"
 LONGEST = 1000  # maximum length of a method's name, components included
@@ -191,8 +192,11 @@ def _with(method: Method, word: str, part: Component, settings: Any) -> Method:
     """The method with a component. Raises: ValueError where it would change nothing, or leave a head without a loss."""
     if part.slot in ("pair loss", "positives", "prepare") and method.pair_weight == 0:
         raise ValueError(f"{method.name} has no pair loss, which {word} would change: omit +{word}.")
-    if part.vectors:
-        check_vectors(method, word, part.vectors)
+    if part.vectors and (method.pooling.kind is not Single or method.pair_weight == 0):
+        raise ValueError(
+            f"{word} compares one vector per image with one per {part.vectors}, which {method.name} has not, or which "
+            "no pair loss trains: omit it, or choose a method with both."
+        )
     if part.gaussians and method.uncertainty is None:
         raise ValueError(f"{word} compares Gaussians, but {method.name} has none: add +gaussian.")
     if part.slot == "pair loss" and method.further:

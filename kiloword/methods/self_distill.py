@@ -112,11 +112,7 @@ class DistillHead(nn.Module):
 
 
 class SelfDistillTerm(Term):
-    """Cross-entropy of the student's small crops with the teacher's large ones; the mean over pairs of crops.
-
-    The teacher has the tower and the projection. Three choices differ from SILC: crops of all kinds have the model's
-    image size; images are pooled by the mean of their tokens; small crops alone are the student's.
-    """
+    """Cross-entropy of the student's small crops with the teacher's large ones; the mean over pairs of crops."""
 
     centre: Tensor
     seen: Tensor  # [K + 1]: the sum of the step's teacher outputs, and their number
@@ -132,9 +128,9 @@ class SelfDistillTerm(Term):
         self.register_buffer("centre", torch.zeros(outputs))
         self.register_buffer("seen", torch.zeros(outputs + 1), persistent=False)
 
-    def count(self, batch: Batch) -> Tensor:
+    def count(self, batch: Batch) -> int:
         """The number of pairs of a large and a small crop."""
-        return batch.position.new_full((), len(batch) * self.settings.large * self.settings.small)
+        return len(batch) * self.settings.large * self.settings.small
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         """The sum over pairs of crops."""

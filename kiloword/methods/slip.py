@@ -55,11 +55,7 @@ def simclr(method: Method, settings: SimclrSettings) -> Method:
 
 
 class SimclrContrast(Contrast):
-    """Every view against all views of all images: the other view of its image is its positive.
-
-    Two choices differ from SLIP's code: the projection has layer norms, as batch norms would relate the examples of a
-    micro-batch; and images are pooled by the mean of their tokens where the pooling has no vector of its own.
-    """
+    """Every view against all views of all images: the other view of its image is its positive."""
 
     def __init__(self, config: ModelConfig, settings: SimclrSettings) -> None:
         super().__init__()

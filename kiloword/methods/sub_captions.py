@@ -1,8 +1,6 @@
 """Texts sampled from the sentences of long captions, in place of the captions, for any method.
 
-Sources: DreamLIP (arXiv:2403.17007) compares an image with several of its sentences, FLAIR (arXiv:2412.03561) with
-texts of one to three. DeBias-CLIP (arXiv:2602.22419) omits the first sentence, which sums up a long caption, and
-trains on the whole caption besides.
+Sources: DreamLIP (arXiv:2403.17007), FLAIR (arXiv:2412.03561), DeBias-CLIP (arXiv:2602.22419).
 """
 
 from __future__ import annotations

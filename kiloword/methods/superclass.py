@@ -41,8 +41,7 @@ def superclass(method: Method, settings: ClassSettings) -> Method:
 class ClassTerm(Term):
     """Softmax cross-entropy of an image's classes with the tokens of each of its captions; the mean over captions.
 
-    Frequencies are those of all captions before this step: sums of integers over ranks, so that no partition of a batch
-    changes them. The authors' code also counts the captions of the step.
+    Frequencies are those of all captions before this step, sums of integers over ranks.
     """
 
     seen: Tensor  # [V + 1] int64: captions with each token, and all captions
@@ -57,9 +56,9 @@ class ClassTerm(Term):
         self.register_buffer("seen", torch.zeros(classes + 1, dtype=torch.int64))
         self.register_buffer("seen_now", torch.zeros_like(self.seen), persistent=False)
 
-    def count(self, batch: Batch) -> Tensor:
+    def count(self, batch: Batch) -> int:
         """The number of captions."""
-        return batch.position.new_full((), len(batch.texts))
+        return len(batch.texts)
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         """The sum over captions."""

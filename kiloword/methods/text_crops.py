@@ -1,7 +1,6 @@
 """Text crops: parts of images and captions predict what averaged towers see in the whole of both. Source: COSMOS.
 
-arXiv:2412.01814, and its published code. A student's view of an image attends to the words of its caption, one of a
-text to the patches of its image; what they find is compared with the teacher's image and caption.
+arXiv:2412.01814, and its published code; docs/methods.md says what differs.
 """
 
 from __future__ import annotations
@@ -104,11 +103,7 @@ class CrossPool(nn.Module):
 
 
 class TextCropsContrast(Contrast):
-    """All views of the student against the teacher's images and captions; the mean over pairs of views of InfoNCE.
-
-    Not as published: one large crop and one caption take the place of two each, those of the batch, so that both come
-    from its encoding; small crops are windows in that image, of the model's size; no pads are attended to.
-    """
+    """All views of the student against the teacher's images and captions; the mean over pairs of views of InfoNCE."""
 
     def __init__(self, config: ModelConfig, settings: TextCropSettings) -> None:
         super().__init__()

@@ -70,14 +70,14 @@ class Training:
         first = os.environ.get("RANK", "0") == "0"  # of torchrun
         if first and not args.options.quiet:
             say(*_about_recipe(self.words, args))
-        from kiloword.training import effects, start
+        from kiloword.training import start
         from kiloword.training.dry_run import rehearse
         from kiloword.training.loop import train
         from kiloword.training.resolve import open_sources, visited, with_length
 
         recipe = start.fitted(recipe)
         start.check(recipe)
-        effects.check(recipe, self.plain if args.origin.config else self.usual, args.options.trust_code)
+        start.check_effects(recipe, self.plain if args.origin.config else self.usual, args.options.trust_code)
         if first and not args.options.quiet and self.words.recipe is None and recipe.init is not None:
             say(_about_init(recipe))
         source = open_sources(recipe)

@@ -19,11 +19,9 @@ from kiloword.model.resnet import commit
 from kiloword.models.saving import Saver
 from kiloword.training import report
 from kiloword.training.meter import Meter
-from kiloword.training.resolve import micro_batches, open_sources
-from kiloword.training.run import Run
+from kiloword.training.resolve import Run, micro_batches, open_sources
 from kiloword.training.run_folder import error_kept
-from kiloword.training.saving import saver
-from kiloword.training.setup import prepare
+from kiloword.training.setup import prepare, saver
 from kiloword.training.signals import Stop, stop_signals
 from kiloword.training.step import backward
 from kiloword.training.validation.best import logged

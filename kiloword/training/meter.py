@@ -17,7 +17,7 @@ from torch import Tensor
 from kiloword.distributed import collectives
 from kiloword.models.saving import STOPS
 from kiloword.training.optimizer import schedule
-from kiloword.training.run import Run
+from kiloword.training.resolve import Run
 
 
 class Meter:

@@ -25,7 +25,7 @@ from kiloword.runs.rows import ROWS, began
 from kiloword.runs.run import ERROR
 from kiloword.runs.run import Run as Folder
 from kiloword.training import start
-from kiloword.training.run import Run
+from kiloword.training.resolve import Run
 
 NAME = "report.html"
 SAMPLES = 8  # examples of the training data that are drawn

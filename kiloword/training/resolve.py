@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import NO_MICRO, Recipe
@@ -16,20 +17,25 @@ from kiloword.data.edits import MixtureSource, parts_of
 from kiloword.data.joins import omitted
 from kiloword.data.loader import Loader
 from kiloword.data.open import open_data
-from kiloword.data.reading import captions_of
+from kiloword.data.reading import BadRows, captions_of
 from kiloword.data.sampler import BLOCK, GROUP, Order, steps_per_epoch
 from kiloword.data.stored import WithTokens
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.text.vocabularies import vocabulary
 from kiloword.distributed import collectives
 from kiloword.distributed.by_device import settle, summary, workers_of
+from kiloword.files import Lock
 from kiloword.interop.text_towers import tokenizer_of
 from kiloword.methods.method import Method
 from kiloword.methods.registry import preset
 from kiloword.stores.features import FeatureStore
 from kiloword.stores.runs import stored
-from kiloword.training import effects, start, tuning
+from kiloword.training import start, tuning
+from kiloword.training.log import Log
+from kiloword.training.optimizer import Average, Optimizer
 from kiloword.training.run_folder import RunFile, check_same_run, earlier, holds_run, run_file
+from kiloword.training.step import Learner
+from kiloword.training.tuning import Unfreezing
 from kiloword.training.validation.best import Best, check_best
 from kiloword.training.validation.sets import ValSet, open_val, prefix
 from kiloword.types import Source, Transform
@@ -52,6 +58,31 @@ class Plan:
     file: RunFile  # the future config.json of the run
     chosen: str  # the defaults of the device, with their reasons
     notes: list[str]  # for the user
+
+
+@dataclass(kw_only=True)
+class Run(Plan):
+    """A prepared run, fresh or resumed."""
+
+    learner: Learner
+    reducer: nn.Module  # see `engine.replicated`
+    optimizer: Optimizer
+    average: Average
+    unfreezing: Unfreezing
+    bad: BadRows
+    log: Log
+    lock: Lock | None  # on rank 0
+    step: int = 0  # number of steps done
+    truncated: int = 0  # number of captions truncated so far
+    skipped_steps: int = 0  # steps without an update, see `meter.Meter`
+    skipped_in_a_row: int = 0
+    reports: list[dict[str, float]] = field(default_factory=list)  # of the steps since the last row
+    captions: int = 0  # of this rank since the last row
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left."""
+        return self.step >= self.recipe.steps or self.best.stalled
 
 
 def resolve(recipe: Recipe, source: Source, out: Path, options: RunOptions, device: str) -> Plan:
@@ -96,7 +127,7 @@ def resolve(recipe: Recipe, source: Source, out: Path, options: RunOptions, devi
         best=Best(out, options.keep_best, options.patience, [prefix(one, val) for one in val]),
         file=file,
         chosen=summary(requested, recipe, device, loader.workers, before is not None),
-        notes=[note for note in (frozen, *effects.notes(recipe, options), *loader.notes) if note],
+        notes=[note for note in (frozen, *start.notes(recipe), *loader.notes) if note],
     )
 
 

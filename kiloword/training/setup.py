@@ -1,12 +1,13 @@
-"""Set up a run: from a recipe and its sources to everything that the loop uses."""
+"""Set up a run: from a recipe and its sources to everything that the loop uses, and what of that a state holds."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from kiloword.config.options import RunOptions
-from kiloword.config.recipes import Recipe
+from kiloword.config.recipes import ModelFile, Recipe
 from kiloword.data.edits import parts_of
 from kiloword.data.reading import BadRows
 from kiloword.distributed import collectives
@@ -16,7 +17,10 @@ from kiloword.interop.towers import check_declared
 from kiloword.methods.method import Method
 from kiloword.model.model import initialise
 from kiloword.models.build import build
-from kiloword.models.states import drop_old, steps_done
+from kiloword.models.model_folder import check_fit
+from kiloword.models.saving import Saver, Snapshot
+from kiloword.models.states import drop_old, newest, steps_done
+from kiloword.models.tensors import spec_of
 from kiloword.runs.run import ERROR
 from kiloword.runs.trackers import check_installed
 from kiloword.stores.runs import check_trunk
@@ -24,10 +28,8 @@ from kiloword.stores.tokens import ImageTokens, TextTokens, opened
 from kiloword.training import compilation, engine, start, tuning
 from kiloword.training.log import Log
 from kiloword.training.optimizer import Average, Optimizer
-from kiloword.training.resolve import resolve
-from kiloword.training.run import Run
+from kiloword.training.resolve import Run, resolve
 from kiloword.training.run_folder import error_kept, holds_run
-from kiloword.training.saving import resume
 from kiloword.training.step import Learner
 from kiloword.types import Source
 
@@ -126,3 +128,44 @@ def spread(learner: Learner, recipe: Recipe, options: RunOptions) -> None:
     if options.parallel == "fsdp":
         engine.shard(learner, half=recipe.precision == "bf16")
         engine.materialise(learner, recipe.seed)
+
+
+def saver(run: Run) -> Saver:
+    """What saves a run."""
+    lora, init = run.recipe.lora, run.recipe.init
+    base = Path(init) if init and lora.rank and lora.save == "apart" else None
+    return Saver(run.out, run.options.keep_states, partial(snapshot, run), base)
+
+
+def snapshot(run: Run) -> Snapshot:
+    """The tensors and numbers that `resume` reads. A collective."""
+    tensors = {f"learner/{k}": v for k, v in run.learner.state_dict().items()}
+    tensors |= {f"optimizer/{k}": v for k, v in run.optimizer.state_dict().items()}
+    tensors |= {f"average/{k}": v for k, v in run.average.shadow.items()}
+    numbers = {
+        "truncated": run.truncated,
+        "skipped_steps": [run.skipped_steps, run.skipped_in_a_row],
+        "bad": run.bad.state_dict(),
+        "reports": list(run.reports),
+        "captions": collectives.add_up(run.captions),
+        "best": run.best.state,
+    }
+    same = {name: getattr(run.recipe, name) for name in ("method", "settings", "model", "size")}
+    return Snapshot(run.step, tensors, numbers, ModelFile(**same, steps=run.step, data=run.loader.source.name))
+
+
+def resume(run: Run) -> None:
+    """Continue from the newest state of the run's folder, if there is one; tensors are filled in place."""
+    stored = newest(run.out / "state", run.log.say)
+    if stored is None:
+        return
+    tensors = snapshot(run).tensors
+    what = f"tensors in {run.out / 'state'}"
+    check_fit({k: spec_of(v) for k, v in tensors.items()}, stored.specs, what, "this run")
+    stored.load(tensors)
+    numbers = stored.numbers
+    run.bad.load_state_dict(numbers["bad"])
+    run.step, run.truncated, run.reports = numbers["step"], numbers["truncated"], numbers["reports"]
+    run.skipped_steps, run.skipped_in_a_row = numbers["skipped_steps"]
+    run.best.resume(numbers["best"], run.step)
+    run.captions = 0 if collectives.rank() else numbers["captions"]

@@ -1,21 +1,27 @@
-"""Start from another model (`--init`): take its towers, resize positions, add and remove tokens."""
+"""What a run starts from: another model (`--init`) and its towers, with positions resized and tokens added or removed.
+
+And what is said before its first step: settings without effect are refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kiloword.config import recipes
+from kiloword.config.options import missing
 from kiloword.config.recipes import ModelConfig, ModelFile, Recipe
-from kiloword.config.settings import differing
+from kiloword.config.settings import differing, leaves, parse, unread
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.interop import text_towers
-from kiloword.interop.towers import LITES, parse, with_image_tower
-from kiloword.interop.towers import load as load_weights_of
+from kiloword.interop import towers as of_others
+from kiloword.interop.towers import LITES, with_image_tower
 from kiloword.methods.defaults import default_recipe, tuned
 from kiloword.methods.method import Method
 from kiloword.methods.registry import find, preset
@@ -27,6 +33,7 @@ from kiloword.models.model_folder import WEIGHTS, check_weights, load_weights, r
 from kiloword.models.tensors import open_tensors
 from kiloword.models.trust import Trust, method_of
 from kiloword.training import tuning
+from kiloword.training.optimizer import schedule, warmup_steps
 
 FREE = ("image.size", "text.context")  # settings of the model that may differ
 MANY = 8  # tensors of a module; a message counts more than these instead of naming each
@@ -90,7 +97,7 @@ def load_towers(model: Model, recipe: Recipe) -> str:
     """
     messages = []
     if recipe.image_tower:
-        named, trunk = parse(recipe.image_tower), model.image_tower.trunk
+        named, trunk = of_others.parse(recipe.image_tower), model.image_tower.trunk
         stays = {"image", "image:trunk"} & set(tuning.frozen(recipe)) and not recipe.unfreeze
         if named.file is None and named.name not in LITES and stays:
             raise ValueError(
@@ -98,7 +105,7 @@ def load_towers(model: Model, recipe: Recipe) -> str:
                 f"random ones: give {recipe.image_tower}:FILE, or train the trunk from scratch (--freeze none)."
             )
         assert isinstance(trunk, Trunk)
-        messages.append(load_weights_of(trunk, recipe.image_tower, "image tower"))
+        messages.append(of_others.load(trunk, recipe.image_tower, "image tower"))
     if recipe.text_tower:
         assert model.text_tower.trunk is not None
         messages.append(text_towers.load(model.text_tower.trunk, recipe.text_tower))
@@ -117,6 +124,62 @@ def check(recipe: Recipe) -> None:
     ]
     if other:
         raise ValueError(f"{'; '.join(other[:3])}. With --init only the image size and the context may change.")
+
+
+def check_effects(recipe: Recipe, usual: Recipe, trust_code: bool = False) -> None:
+    """Refuse settings that the user set and that have no effect, as their declarations say (`settings.about`).
+
+    Args: usual: the recipe with all defaults for the same size, data and `init`; trust_code: as in `RunOptions`.
+    Raises: ValueError naming them.
+    """
+    idle = [*unread(recipe, usual, missing=missing(recipe)), *_replaced(recipe, usual.model)]
+    kind: Any = find(recipe.method)[1]
+    settings, default = parse(recipe.settings, kind), parse(usual.settings, kind)
+    idle += [*unread(settings, default, "--settings."), *_loaded(recipe, settings, default, trust_code)]
+    if idle:
+        raise ValueError(f"{'; '.join(idle[:3])}. Omit settings without effect.")
+
+
+def _replaced(recipe: Recipe, usual: ModelConfig) -> Iterator[str]:
+    """Settings of the model that the method replaces by its own, or does not read."""
+    method = preset(recipe.method, recipe.settings)
+    for path, (value, other) in differing(asdict(recipe.model), asdict(usual)).items():
+        part, _, name = path.rpartition(".")
+        with suppress(ValueError):  # the model without it is invalid
+            if part in ("image", "text", "head"):
+                without = replace(recipe.model, **{part: replace(getattr(recipe.model, part), **{name: other})})
+                idle = part == "head" and name in method.pooling.kind.unread
+                if idle or method.shape(recipe.model) == method.shape(without):
+                    flag = f"--model.{path.replace('_', '-')}"
+                    yield f"{flag} is {value}, but {recipe.method} builds the same model with {other}"
+
+
+def _loaded(recipe: Recipe, settings: Any, usual: Any, trust_code: bool) -> Iterator[str]:
+    """Settings for initial values of weights that come from `init`."""
+    changed = differing(asdict(settings), asdict(usual))
+    starts = {leaf.path: leaf.field.metadata.get("initial") for leaf in leaves(settings) if leaf.path in changed}
+    if recipe.init is None or not any(starts.values()):
+        return
+    weights, (_, before) = set(open_tensors(Path(recipe.init) / WEIGHTS)), folder_of(recipe, trust_code)
+    if not same_scale(before.scale, preset(recipe.method, recipe.settings).scale, weights):
+        weights -= {"head.log_scale", "head.bias"}
+    for path, name in starts.items():
+        if name in weights:
+            yield f"--settings.{path.replace('_', '-')} is {changed[path][0]}, but {name} comes from {recipe.init}"
+
+
+def notes(recipe: Recipe) -> Iterator[str]:
+    """Notes for the user before a run starts, one message each."""
+    steps, optim, image = recipe.steps, recipe.optim, recipe.model.image
+    if steps < (warmup := warmup_steps(steps, optim)):
+        highest = optim.lr * schedule(steps - 1, steps, optim)
+        yield (
+            f"the warm-up takes {warmup:g} steps and the run has {steps}: the learning rate reaches {highest:.2g} "
+            f"instead of {optim.lr:g}. Set a share of the run, such as --optim.warmup 0.05, or fewer warm-up steps."
+        )
+    if not image.trunk.name and (rest := image.size % image.patch):
+        yield f"the last {rest} of {image.size} rows and columns of pixels fill no patch and are not used."
+    yield from filter(None, (note(recipe) for note in preset(recipe.method, recipe.settings).notes))
 
 
 def settle(recipe: Recipe, tokenizer: Tokenizer, trust_code: bool = False) -> Recipe:

@@ -217,9 +217,10 @@ class Learner(nn.Module):
         """Divisors of the terms' sums, summed over micro-batches and ranks."""
         if not self.terms:
             return {}
-        local = torch.stack(
-            [torch.stack([_count(term, name, b) for b in batches]).sum() for name, term in self.terms.items()]
-        )
+        local = torch.zeros(len(self.terms), dtype=torch.float64, device=batches[0].position.device)
+        for of_term, term in zip(local, self.terms.values(), strict=True):
+            for batch in batches:
+                of_term += term.count(batch)  # type: ignore[operator]
         return dict(zip(self.terms, sum_over_ranks(local), strict=True))
 
     def weights(self) -> dict[str, float]:
@@ -248,17 +249,6 @@ class Learner(nn.Module):
             out |= {name: replay.surrogate(inputs[name]) for name, replay in replays.items()}
         out["loss"] = torch.stack([weight * out[name] for name, weight in weights.items()]).sum() * ranks()
         return out
-
-
-def _count(term: nn.Module, name: str, batch: Batch) -> Tensor:
-    """The count of a term, in double precision. Raises: ValueError for a number that is no tensor."""
-    count = term.count(batch)  # type: ignore[operator]
-    if not isinstance(count, Tensor):
-        raise ValueError(
-            f"the count of the term {name} is of type {type(count).__name__}: expected a scalar tensor on the device "
-            "of the batch, such as batch.position.new_full((), len(batch))."
-        )
-    return count.to(torch.float64)
 
 
 def learner_of(config: ModelConfig, method: Method, device: str = "meta") -> Learner:

@@ -226,7 +226,9 @@ def _additive(method: str | MethodChoice, trunks: Trunks) -> Iterator[Check]:
     parts = [whole, *whole.split(4)]
     for name, term in model.terms.items():
         run: Any = term
-        measured = torch.stack([torch.stack([run(model.model, b, model.encode(b)), run.count(b)]) for b in parts])
+        measured = torch.stack(
+            [torch.stack([run(model.model, b, model.encode(b)), torch.as_tensor(run.count(b))]) for b in parts]
+        )
         errors = (measured[1:].sum(0) - measured[0]).abs() / measured[1:].abs().sum(0).clamp_min(1e-12)
         yield Check(f"term {name}: sum over the parts of a batch", most(errors.tolist()), EXACT)
 

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kiloword.config.recipes import OptimConfig
-from kiloword.losses.many import Balanced, supcon_loss
-from kiloword.losses.pairs import sigmoid_loss, softmax_loss
+from kiloword.losses.pairs import Balanced, sigmoid_loss, softmax_loss, supcon_loss
 from kiloword.training.optimizer import Optimizer
 from kiloword.types import Features, PairBlocks, Pairs, Positives, Total
 from kiloword.verify.batch import batch

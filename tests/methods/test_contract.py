@@ -58,7 +58,6 @@ WRONG: list[tuple[str, Any, str]] = [  # of which a step or the method says what
     ("contrasts", own.Summed, "Total"),
     ("contrasts", own.Reading, "image_features.teacher"),
     ("terms", own.NoModule, "subclass"),
-    ("terms", own.Number, "count"),
     ("terms", own.Masked, "mask token"),
     ("terms", own.Raw, "normalise"),
 ]

@@ -1,53 +1,16 @@
-"""What ranks say to each other in a step, by threads of one process: means of gradients, Muon on shards."""
+"""Muon on shards, by threads of one process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kiloword.distributed import collectives
-from kiloword.training import engine, muon
-from parts import drawn
+from kiloword.training import muon
 from threads import over_threads
-
-
-class Layers(nn.Module):
-    """Each rank has a layer that no other one uses."""
-
-    def __init__(self, start: float = 0.1) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3)).double()
-        for n, p in enumerate(self.parameters()):
-            nn.init.constant_(p, start + n)
-
-    def forward(self, rank: int, n: int) -> Tensor:
-        """The loss of one micro-batch."""
-        found: Tensor = self.layers[rank](self.layers[2](drawn(6, 3, seed=10 * rank + n)).tanh()).square().sum()
-        return found
-
-
-def test_gradients_are_means_over_ranks_of_all_micro_batches() -> None:
-    """Of the first rank's weights."""
-
-    def work() -> dict[str, Tensor | None]:
-        rank = collectives.rank()
-        model = Layers(0.1 + rank)
-        run: Any = engine.replicated(model)  # type: ignore[arg-type]
-        for n in range(2):
-            run.require_backward_grad_sync = n == 1
-            run(rank, n).backward()
-        return {name: p.grad for name, p in model.named_parameters()}
-
-    both, model = over_threads(2, work), Layers()
-    torch.autograd.backward([model(rank, n) / 2 for rank in (0, 1) for n in (0, 1)])
-    for found in both:
-        for name, p in model.named_parameters():
-            torch.testing.assert_close(found[name], p.grad, rtol=1e-12, atol=1e-12, msg=name)
-
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (7, 4), "b": (7, 4), "qkv": (6, 5), "few": (2, 4), "c": (7, 4)}
 SHAPES["several"] = (2, 3, 5)

@@ -139,8 +139,8 @@ class NextWords(Term):
         self.settings = settings
         self.cut = 1 + len(config.text.extra_tokens)  # tokens from the end on
 
-    def count(self, batch: Batch) -> Tensor:
-        return batch.position.new_full((), len(batch.texts.ids) - len(batch.texts) * self.cut)
+    def count(self, batch: Batch) -> int:
+        return len(batch.texts.ids) - len(batch.texts) * self.cut
 
 
 class CaptionLoss(NextWords):
@@ -155,10 +155,8 @@ class CaptionLoss(NextWords):
         check_causal(config.text)
         return masking.towers(config, settings.caption_mask, settings.caption_op)
 
-    def count(self, batch: Batch) -> Tensor:
-        if self.settings.caption_reduction == "captions":
-            return batch.position.new_full((), len(batch.texts))
-        return super().count(batch)
+    def count(self, batch: Batch) -> int:
+        return len(batch.texts) if self.settings.caption_reduction == "captions" else super().count(batch)
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         s, memory = self.settings, encoded.image_tokens

@@ -108,9 +108,8 @@ class MaskedImages(Term):
         self.hidden = masking.number(settings.mim_share, grid(config.image) ** 2)
         self.by_caption = settings.guide == "text" or settings.mim_mask == "attentive"
 
-    def count(self, batch: Batch) -> Tensor:
-        rows = len(batch.texts) if self.by_caption else len(batch)
-        return batch.position.new_full((), rows * self.hidden)
+    def count(self, batch: Batch) -> int:
+        return (len(batch.texts) if self.by_caption else len(batch)) * self.hidden
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         of, s = batch.image_of_text, self.settings

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from kiloword.config.settings import ABOVE_0, BaseSettings, Nothing, setting
-from kiloword.losses.many import Balanced, supcon_loss
-from kiloword.losses.pairs import sigmoid_loss
+from kiloword.losses.pairs import Balanced, sigmoid_loss, supcon_loss
 from kiloword.methods import clip, siglip
 from kiloword.methods.fff.bias_search import search
 from kiloword.methods.method import Component, Method

@@ -53,8 +53,8 @@ class _OfGaussians(Term):
         super().__init__()
         self.settings, self.config = settings, config
 
-    def count(self, batch: Batch) -> Tensor:
-        return batch.position.new_full((), len(batch.texts))
+    def count(self, batch: Batch) -> Tensor | int:
+        return len(batch.texts)
 
     def loss(self, a: Features, b: Features) -> Tensor:
         """[N]: loss of each a that does not lie within its b."""
@@ -133,8 +133,8 @@ class VibText(_OfGaussians):
 class VibImage(_OfGaussians):
     """KL divergence of image Gaussians to N(0, 1); mean over images."""
 
-    def count(self, batch: Batch) -> Tensor:
-        return batch.position.new_full((), len(batch))
+    def count(self, batch: Batch) -> int:
+        return len(batch)
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         return vib(encoded.images, self.settings.vib_form).sum()

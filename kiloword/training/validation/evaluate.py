@@ -19,7 +19,7 @@ from kiloword.errors import count
 from kiloword.evaluation.task import TOKEN_TASKS
 from kiloword.runs.run import MAIN
 from kiloword.stores.tokens import FoundImages, ImageTokens, TextTokens, TokenizerWithTokens, opened
-from kiloword.training.run import Run
+from kiloword.training.resolve import Run
 from kiloword.training.validation.sets import LOCKSTEP, ValSet, judged, prefix
 
 FEW = 16  # rows of each set that are evaluated before the first step
