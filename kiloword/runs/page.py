@@ -19,9 +19,9 @@ Differs = tuple[str, Any, Any]
 POINTS = 300  # of a line; of more points it shows means
 
 
-def curve_plot(name: str, lines: Mapping[str, Curve], title: str = "") -> Plot:
+def curve_plot(name: str, lines: Mapping[str, Curve]) -> Plot:
     """A metric over the steps, a line for each name."""
-    label = title or name.removeprefix("val/").replace("_", " ")
+    label = name.removeprefix("val/").replace("_", " ")
 
     def draw(axes: Axes) -> None:
         for line, curve in lines.items():
@@ -51,13 +51,14 @@ def page(run: Run, finished: bool, unusual: Sequence[Differs], samples: Sequence
         f"A {recipe.get('method')} model of size {recipe.get('size')}, batch {run.batch:,}, trained for "
         f"{run.step:,} of {recipe.get('steps', 0):,} steps. It is {ended}."
     )
-    facts = [
-        ["training data", value_of(data.get("sources"))],
-        ["validation", value_of(data.get("val"))],
-        ["images", f"{last.get('images', 0):,}"],
-        ["pairs a second, without validation", f"{run.speed:,.3g}"],
-        *([name, f"{run.last(name):,.4g}"] for name in ("epoch", "skipped", "truncated") if name in run.curves),
-    ]
+    facts = {
+        "training data": value_of(data.get("sources")),
+        "validation": value_of(data.get("val")),
+        "images": f"{last.get('images', 0):,}",
+        "pairs a second, without validation": f"{run.speed:,.3g}",
+    }
+    known = [name for name in ("epoch", "skipped", "truncated") if name in run.curves]
+    facts |= {name: f"{run.curves[name][1][-1]:,.4g}" for name in known}
     metrics = [
         [name.removeprefix("val/"), *(f"{x:.4g}" for x in (v[0], min(v), max(v), v[-1])), len(v)]
         for name, (_, v) in run.curves.items()
@@ -75,7 +76,7 @@ def page(run: Run, finished: bool, unusual: Sequence[Differs], samples: Sequence
         ],
         "Throughput": _plots(run, SPEED),
         "Optimization": _plots(run, OPTIMIZATION),
-        "Data": [Table(facts, ["", "in this run"])],
+        "Data": [Table([*facts.items()], ["", "in this run"])],
         "Samples": samples,
         "Alerts": [Table([[a.name, a.since, a.until, a.message] for a in run.alerts.all], ["alert", "from", "to", ""])],
         "Settings": [

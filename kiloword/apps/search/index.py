@@ -67,11 +67,11 @@ def run(options: Index) -> None:
         known, ids = ids_of(library.rows) if library else {}, ids_of(found)
         gone, wanted = known.keys() - ids.keys(), [path for path in ids if known.get(path) != ids[path]]
         changed = known.keys() & wanted
-        if 2 * len(lost := gone | changed) > len(known) and not options.forget:
+        lost = gone if file.folder in ("", folder) else gone | changed  # another disk may have photos of the same names
+        if 2 * len(lost) > len(known) and not options.forget:
             raise ValueError(
-                f"{folder} lacks, or has in another state, {len(lost):,} of {count(len(known), 'photo')} of the "
-                f"library {out}, such as {min(lost)}. Name the folder that has them, choose another --out, or give "
-                "them up by --forget."
+                f"{folder} lacks {len(lost):,} of {count(len(known), 'photo')} of the library {out}, such as "
+                f"{min(lost)}. Name the folder that has them, choose another --out, or give them up by --forget."
             )
         for path in sorted(gone):
             left.add(path, "it is not in the folder any more")
