@@ -16,8 +16,8 @@ import tyro
 from kiloword.api import Matcher, load
 from kiloword.data.open import open_source
 from kiloword.data.scenes.world import BACKGROUNDS, COLOURS, FILLS, TASKS
-from kiloword.evaluation.classes import Classes
 from kiloword.evaluation.command import labels
+from kiloword.evaluation.features import Classes
 from kiloword.evaluation.prompts import Chosen, Images, PromptOptions, Prompts, Way, choose
 from kiloword.evaluation.task import Inputs
 from kiloword.evaluation.zeroshot import encoded, encoded_images, figures

@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from kiloword.api import Matcher
-from kiloword.evaluation.calibration import spearman
-from kiloword.evaluation.metrics import hit
+from kiloword.evaluation.metrics import hit, spearman
 from kiloword.evaluation.retrieval import all_pairs
 from kiloword.types import Features
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kiloword.api import Matcher
 from kiloword.data.tree import ClassTree
-from kiloword.evaluation.classes import Classes
+from kiloword.evaluation.features import Classes
 from kiloword.evaluation.prompts import Images, PromptOptions, Prompts, Way, by_class, choose, labelled
 from kiloword.evaluation.task import Inputs
 from kiloword.evaluation.zeroshot import encoded, encoded_images

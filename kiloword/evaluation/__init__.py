@@ -27,12 +27,11 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluate a model by one task on one data set: evaluate(matcher, "retrieval", "scenes:test?n=20", shortlist=5)
 
-    Args: matcher, None for what needs no model (captions of a table); task one of TASKS; source as on the command line,
-    or opened; batch: images encoded at a time; workers: loader processes; skipped: receives the rows that cannot be
-    used; blocks: receives what the page shows beside the metrics; options: fields of the task's `options`.
-    Returns: metrics by name, and the number of skipped rows as "skipped". Of ranks that share the work (see
-    `distributed/sharing.py`) all know the metrics of most tasks; what cannot be shared (caption's scores) is known
-    to the first alone.
+    Args: matcher, None for captions of a table; task one of TASKS; source as on the command line, or opened; batch:
+    images encoded at a time; workers: loader processes; skipped: receives the rows that cannot be used; blocks:
+    receives what the page shows beside the metrics; options: fields of the task's `options`.
+    Returns: metrics by name, and the number of skipped rows as "skipped". Of ranks that share the work all know the
+    metrics; those of captions only the first.
     Raises: ValueError for an unknown task or option, and for data that the task cannot use.
     """
     declared = find(task)

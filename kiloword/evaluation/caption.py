@@ -16,7 +16,7 @@ from kiloword.data.source import info_of, key_of
 from kiloword.distributed.sharing import alone, is_first
 from kiloword.evaluation.caption_metrics import VARIETY, check_programs, clipscore, score_captions
 from kiloword.evaluation.caption_truth import judge
-from kiloword.evaluation.features import per_batch, seen, tile
+from kiloword.evaluation.features import Seen, per_batch, seen, tile
 from kiloword.evaluation.results import check_results, official_id, read_results, write_results
 from kiloword.evaluation.task import Findings, Inputs
 from kiloword.evaluation.tasks import CaptionOptions as CaptionOptions
@@ -45,14 +45,12 @@ class CaptionedImage:
 
 
 def run(inputs: Inputs, options: CaptionTaskOptions) -> Findings:
-    """Describe every readable image that has captions of its own; yield what `score_captions` returns.
+    """Describe every readable image that has captions; yield the metrics of `score_captions`, with `clipscore` its,
+    for groups "cider_domain:near" with "count_domain:near", and for scenes those of `judge`.
 
-    With `clipscore` also `clipscore` and `refclipscore`; for scenes what `judge` returns; for each group of the fields
-    `group_by` its figures by itself: "cider_domain:near", and its number of images: "count_domain:near". With
-    `results`, images without captions are described, too; where none has any, only their number is yielded, as
+    With `results`, images without captions are described, too; where none has any, only their number is yielded, as
     "captions". Of ranks that share the work, the first one scores.
-    Errors: ValueError for a model that cannot write, a table without a caption of these images, images without
-    captions, and for programs that `judge` asks for and that are missing.
+    Errors: ValueError for a model that cannot write, and where no image can be judged or a program is missing.
     """
     source, scored = inputs.source, vars(options.judge)
     check_programs(options.judge.tokenizer, options.judge.spice)
@@ -102,13 +100,13 @@ def _clipscores(inputs: Inputs, model: str, described: Sequence[CaptionedImage])
     from kiloword.api import load
 
     matcher = load(model, "cpu" if inputs.model is None else str(inputs.model.model.device))
-    parts = list(seen(replace(inputs, model=matcher, workers=0, skipped=[])))
-    place = {row: n for n, row in enumerate(row for part in parts for row in part.rows)}
+    found = Seen.whole(seen(replace(inputs, model=matcher, workers=0, skipped=[])))
+    place = {row: n for n, row in enumerate(found.rows)}
     of = [one for one in described if one.row in place]
     inputs.skipped.extend(Skipped(one.row, one.key, "no CLIPScore") for one in described if one.row not in place)
     texts = [PROMPT + text for one in of for text in (one.caption, *one.references)]
     counts = [1 + len(one.references) for one in of]
-    images = torch.cat([part.images["vec"] for part in parts])[[place[one.row] for one in of]]
+    images = found.images["vec"][[place[one.row] for one in of]]
     groups = torch.split(matcher.encode_text(texts)["vec"].double().cpu(), counts)
     alone_, both = clipscore(
         images.double().cpu().numpy(), torch.stack([g[0] for g in groups]).numpy(), [g[1:].numpy() for g in groups]

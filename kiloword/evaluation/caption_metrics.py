@@ -250,11 +250,9 @@ def score_captions(
 ) -> Scored:
     """Metrics of one caption per image against all captions that the image has.
 
-    `bleu_1` to `bleu_4`, `rouge_l`, `cider` (CIDEr-D; papers print it times 100), `spice` and `meteor` if asked for
-    (METEOR is omitted where it cannot run); then of the candidates alone: `distinct` (share of different
-    ones), `words` (mean length), `vocabulary` (number of different words). With tokenizer "ptb" all values are
-    pycocoevalcap's; "own" needs no Java. One image has no CIDEr-D, captions of scripts without spaces have no words:
-    `notes` say what is omitted.
+    `bleu_1` to `bleu_4`, `rouge_l`, `cider` (CIDEr-D; papers print it times 100), `spice` and `meteor` if asked for;
+    then of the candidates alone: `distinct` (share of different ones), `words` (mean length), `vocabulary` (number of
+    different words). What cannot be computed is omitted, with a note. By tokenizer "ptb" all are pycocoevalcap's.
 
     Args: I candidates, which may be empty; I lists of at least one reference.
     Errors: ValueError where Java or what it needs is missing.

@@ -28,14 +28,12 @@ class JudgedCaption(NamedTuple):
 
 
 def judge(captions: Sequence[str], scenes: Sequence[Scene]) -> dict[str, float]:
-    """How true captions are of their scenes, one caption a scene, by what `judge_caption` finds.
+    """How true captions are of their scenes, one caption a scene; a share of none is omitted.
 
-    `parsable` and `wholly_true`: shares of all captions that are in the language, and true to the last word.
-    `statements`: their mean number in captions of the language. `statements_true`, `statements_true@KIND`: the true
-    share of all of them. `caption_statements_true`: mean of each caption's own share, 0 outside the language, without
-    captions that state nothing ("an image"). `objects_mentioned`: share of all objects that captions mention.
-    `..._elsewhere`: the same captions judged on the scene half the data further on, as general captions are often true.
-    What no caption decides (a share of none) is omitted.
+    `parsable`, `wholly_true`: shares of captions in the language, and true to the last word. `statements`: mean number.
+    `statements_true`, `statements_true@KIND`: true share of all. `caption_statements_true`: mean of each caption's own
+    share, 0 outside the language, without captions that state nothing. `objects_mentioned`: share of all objects.
+    `..._elsewhere`: of the scene half the data further on, as general captions are often true.
     """
     half = len(scenes) // 2
     others = _values(captions, [*scenes[half:], *scenes[:half]]) if half else {}
@@ -63,13 +61,12 @@ def _values(captions: Sequence[str], scenes: Sequence[Scene]) -> dict[str, float
 
 
 def judge_caption(caption: str, scene: Scene) -> JudgedCaption:
-    """What one caption says of a scene.
+    """What one caption says of a scene: each attribute of each thing (of "an object", that it is there), the relation
+    of two things, the number of objects, and the background.
 
-    Its statements are each attribute of each thing, of a thing without any ("an object") that it is there, the relation
-    of two things, the number of objects, and the background. Things stand for different objects: by the assignment
-    with most true statements, of equals with most mentioned objects, then the first in reading order. A thing for which
-    no object is left has no true statement or relation. An object is mentioned by a thing with attributes that are all
-    true of it, in the assignment that mentions most.
+    Things stand for different objects: by the assignment with most true statements, of equals with most mentioned
+    objects. Where no object is left, nothing is true of a thing. A thing mentions an object of which all its attributes
+    are true, in the assignment that mentions most.
     """
     query = parse(caption)
     if query is None:

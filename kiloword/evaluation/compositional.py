@@ -22,12 +22,11 @@ from kiloword.data.images.decode import decode
 from kiloword.data.reading import read_image
 from kiloword.data.sample import clean
 from kiloword.data.source import key_of, names_of, rows_by_name
-from kiloword.evaluation.features import seen, tile
+from kiloword.evaluation.features import Seen, seen, tile
 from kiloword.evaluation.metrics import check_scores, rounding
 from kiloword.evaluation.retrieval import scores_of_pairs
 from kiloword.evaluation.task import Findings, Inputs
 from kiloword.evaluation.tasks import CompositionalTaskOptions as CompositionalTaskOptions
-from kiloword.model.encoding import join
 from kiloword.report.blocks import Gallery
 from kiloword.terminal import shown
 from kiloword.types import BadSample, Record, Skipped, Source
@@ -207,15 +206,15 @@ def scored(inputs: Inputs, items: Sequence[Item]) -> tuple[Cuts, list[tuple[Item
             missing[cut.image] = Skipped(-1, cut.image, f"{source.name} has no image of this name, or several")
     inputs.skipped.extend(missing.values())
     cuts = Cuts(source, [(row, cut) for cut, row in found.items()])
-    parts = list(seen(replace(inputs, source=cuts))) if found else []
-    places = {cuts.places[row][1]: n for n, row in enumerate(row for part in parts for row in part.rows)}
+    encoded = Seen.whole(seen(replace(inputs, source=cuts))) if found else None
+    places = {cuts.places[row][1]: n for n, row in enumerate(encoded.rows if encoded else ())}
     usable = [item for item in items if all(cut in places for cut in item.images)]
-    if not usable:
+    if encoded is None or not usable:
         raise ValueError(
             f"{source.name} has the images of no item of --pairs, such as {shown(items[0].images[0].image)!r}."
         )
     number = {text: n for n, text in enumerate(dict.fromkeys(text for item in usable for text in item.captions))}
-    images, texts = join([part.images for part in parts]), inputs.matcher.encode_text(list(number))
+    images, texts = encoded.images, inputs.matcher.encode_text(list(number))
     pairs = [(places[cut], number[text]) for item in usable for cut in item.images for text in item.captions]
     a, b = torch.tensor(pairs, device=texts["vec"].device).unbind(1)
     scores = check_scores(scores_of_pairs(inputs.matcher.score_pairs, images, texts, a, b)).float().cpu()
@@ -228,13 +227,10 @@ def scored(inputs: Inputs, items: Sequence[Item]) -> tuple[Cuts, list[tuple[Item
 
 
 def run(inputs: Inputs, options: CompositionalTaskOptions) -> Findings:
-    """Encode each image and each caption once, score the pairs of every item, and count the items that are right.
+    """Count the items whose true captions all score higher than the false ones (in ARO's orders, at least as high).
 
-    An item is right if every true caption scores higher than every false one; an equal score is wrong, as in
-    SugarCrepe's and Winoground's code, but right in ARO's orders, as in ARO's. Yields for each figure its mean over
-    items, its mean over categories, its value at chance (all orders of the scores equally likely) and `NAME@CATEGORY`.
-    `ties` is the number of items with equal scores, up to rounding. The page shows items that the first figure has
-    wrong.
+    Yields for each figure its mean over items and over categories, its value at chance (all orders of the scores
+    equally likely) and `NAME@CATEGORY`; `ties`: items with equal scores, up to rounding. The page shows wrong items.
     Raises: ValueError as `read` and `scored`.
     """
     benchmark, items = read(options.pairs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import compress
 from typing import Any, TypeVar
@@ -11,17 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kiloword.data.classes.names import places_among, read_classnames
 from kiloword.data.images.decode import decode
 from kiloword.data.reading import EvalBatch, eval_batches, left_out, read_image
 from kiloword.distributed.sharing import in_turns, lockstep, own, share
-from kiloword.evaluation.classes import NONE, NOT_AMONG, OTHER, Classes
 from kiloword.evaluation.task import Inputs
 from kiloword.model.encoding import chunks, inference, join, moved
 from kiloword.report import Tile, thumbnail
+from kiloword.terminal import shown
 from kiloword.terminal.progress import track
 from kiloword.types import BadSample, Features, Skipped, Source
 
 Made = TypeVar("Made")
+LISTS = ("rows", "keys", "captions", "infos")  # of `Seen`
 
 
 def tile(source: Source, row: int, *lines: str, side: int = 160) -> Tile:
@@ -46,8 +48,7 @@ def per_batch(
     work. In lockstep, a rank without a batch runs `do` on a dummy batch.
 
     Args: usable: whether each row of a batch is, besides being readable; reason: why other rows are not; captions:
-    False accepts images without captions.
-    Raises: ValueError if no row is usable.
+    False accepts images without captions. Raises: ValueError if no row is usable.
     """
     source, config = inputs.source, inputs.matcher.model.config
     size, resize = config.image.size, config.preprocess.resize
@@ -63,11 +64,10 @@ def per_batch(
             do(EvalBatch([-1], [""], torch.zeros(1, 3, size, size, dtype=torch.uint8), [[]], None, [], [{}]))
         return [], skipped
 
-    rows = range(inputs.first, len(source))
-    every = [rows[part] for part in chunks(len(rows), inputs.batch)]
+    every = [range(len(source))[part] for part in chunks(len(source), inputs.batch)]
     mine = eval_batches(source, size, resize, inputs.batch, inputs.workers, own(every), captions=captions)
-    empty, results = not inputs.first, zip(every, in_turns(every, work), strict=True)
-    for _, (made, skipped) in track(results, "images", "images", len(rows), lambda result: len(result[0])):
+    empty, results = True, zip(every, in_turns(every, work), strict=True)
+    for _, (made, skipped) in track(results, "images", "images", len(source), lambda result: len(result[0])):
         inputs.skipped.extend(skipped)
         yield from made
         empty = empty and not made
@@ -83,8 +83,6 @@ Batch = TypeVar("Batch", EvalBatch, "Seen")
 
 def kept(batch: Batch, usable: Sequence[bool], reason: str, skipped: list[Skipped]) -> Batch:
     """A copy with the usable rows; the others are appended to `skipped`."""
-    if all(usable):
-        return batch
     rows = zip(batch.rows, batch.keys, usable, strict=True)
     skipped += [Skipped(row, key, reason) for row, key, good in rows if not good]
 
@@ -93,7 +91,82 @@ def kept(batch: Batch, usable: Sequence[bool], reason: str, skipped: list[Skippe
             return {name: inner[usable] for name, inner in value.items()}
         return value[usable] if isinstance(value, Tensor) else value and list(compress(value, usable))
 
-    return replace(batch, **{f.name: of(getattr(batch, f.name)) for f in fields(batch) if f.name != "skipped"})
+    new = {f.name: of(getattr(batch, f.name)) for f in fields(batch) if f.name != "skipped"}
+    return batch if all(usable) else replace(batch, **new)
+
+
+NONE, OTHER = -1, -2  # places of a row without label, and of one whose class is not among those of the task
+NOT_AMONG = "its class is not among the class names"  # why a row is skipped
+
+
+@dataclass(frozen=True)
+class Classes:
+    """C classes. Labels of the data are indices of `names`, or, where the data names others, of `place`."""
+
+    names: list[str]
+    place: Tensor | None = None  # [classes of the data] int64, the class in `names`, or OTHER
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def labels(self) -> int:
+        """The number of classes that labels of the data count."""
+        return len(self.names if self.place is None else self.place)
+
+    def places(self, labels: Tensor) -> Tensor:
+        """Classes of labels, [n] int64; labels below 0 stay. Raises: ValueError for one out of range."""
+        if len(labels) and int(labels.max()) >= self.labels:
+            span = f"{int(labels.min())} to {int(labels.max())}"
+            raise ValueError(f"labels run from {span}, but there are {self.labels} classes")
+        return labels if self.place is None else torch.where(labels < 0, labels, self.place[labels.clamp(min=0)])
+
+    def targets(self, part: EvalBatch) -> Tensor:
+        """Classes of images that may have several: [n, C] int64, 0 or 1; -1 for an image without label.
+
+        Raises: ValueError for a class out of range, a set of another number of classes, and an image with one class.
+        """
+        sets = part.label_sets or []
+        targets = torch.zeros(len(sets), len(self), dtype=torch.int64)
+        for row, classes in enumerate(sets):
+            if classes is not None:
+                if classes.classes not in (None, self.labels):
+                    raise ValueError(
+                        f"{part.keys[row]} has a label of {classes.classes} classes, not of {self.labels}."
+                    )
+                places = self.places(torch.tensor(classes.indices, dtype=torch.int64))
+                targets[row, places[places >= 0]] = 1
+            elif part.labels is None or part.labels[row] < 0:
+                targets[row] = NONE
+            else:
+                raise ValueError(f"{part.keys[row]} has one class, but other images have lists: expected lists.")
+        return targets
+
+
+def classes_of(source: Source, chosen: Sequence[str] | str | None) -> Classes | None:
+    """The classes that a task tells apart; None where neither the data nor the user names any.
+
+    Chosen names that the data has, too, are matched by name: rows of other classes are omitted. Others go by their
+    order, which needs equal numbers.
+
+    Args: chosen: class names; a file of them or a known data set (`data.classes.names`); None: those of the data.
+    Raises: ValueError for names that do not fit the data.
+    """
+    named = list(getattr(source, "classnames", None) or [])
+    if chosen is None:
+        return Classes(named) if named else None
+    names = read_classnames(chosen) if isinstance(chosen, str) else list(chosen)
+    if not named or named == names:
+        return Classes(names)
+    places = [OTHER if place is None else place for place in places_among(named, names)]
+    if sum(place != OTHER for place in places) in (len(named), len(names)):
+        return Classes(names, torch.tensor(places))
+    if len(named) == len(names) and all(place in (at, OTHER) for at, place in enumerate(places)):
+        return Classes(names)
+    raise ValueError(
+        f"{len(names)} class names are given, but {source.name} has {len(named)} classes, the first "
+        f"{shown(', '.join(named[:3])[:200])}: expected as many in the same order, or the same names."
+    )
 
 
 @dataclass
@@ -106,6 +179,15 @@ class Seen:
     captions: list[list[str]]
     labels: Tensor  # [n] int64, -1: none; or [n, C] 0/1 for many labels an image, [n, 1] where C is not known
     infos: list[dict[str, Any]]
+
+    @staticmethod
+    def whole(parts: Iterable[Seen]) -> Seen:
+        """All batches in one. Raises: ValueError where one has labels and another lists of them."""
+        every = list(parts)
+        if len({part.labels.ndim for part in every}) > 1:
+            raise ValueError("some images have one class, others a list of classes: expected a list for every image.")
+        lists: dict[str, Any] = {n: [x for part in every for x in getattr(part, n)] for n in LISTS}
+        return Seen(images=join([part.images for part in every]), labels=torch.cat([p.labels for p in every]), **lists)
 
 
 def seen(
@@ -139,7 +221,7 @@ def seen(
         yield replace(part, images=moved(part.images, model.device))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CaptionedImages:
     """I images of a source and their T captions, in order."""
 
@@ -162,19 +244,15 @@ def captioned(inputs: Inputs, encode: Callable[[Tensor], Features] | None = None
         if not parts:
             check_room(part.images, len(source), "images", part.images["vec"].device)
         parts.append(kept(part, list(map(bool, part.captions)), "no caption", inputs.skipped))
-    captions = [texts for part in parts for texts in part.captions]
+    rows, keys, captions = ([x for part in parts for x in getattr(part, n)] for n in ("rows", "keys", "captions"))
     if not captions:
         raise ValueError(
             f"{source.name} has no captions to retrieve with: expected images with captions. Class data is for "
             "`kiloword eval zeroshot MODEL`."
         )
-    return CaptionedImages(
-        rows=[row for part in parts for row in part.rows],
-        keys=[key for part in parts for key in part.keys],
-        images=join([part.images for part in parts]),
-        captions=[text for texts in captions for text in texts],
-        image_of_text=[image for image, texts in enumerate(captions) for _ in texts],
-    )
+    image_of_text = [image for image, texts in enumerate(captions) for _ in texts]
+    images = join([part.images for part in parts])
+    return CaptionedImages(rows, keys, images, [text for texts in captions for text in texts], image_of_text)
 
 
 def labelled(

@@ -10,11 +10,11 @@ from itertools import chain, groupby
 import torch
 from torch import Tensor
 
-from kiloword.evaluation.calibration import defined, spearman
-from kiloword.evaluation.features import kept, seen, tile
+from kiloword.evaluation.features import Seen, kept, seen, tile
+from kiloword.evaluation.metrics import defined, spearman
 from kiloword.evaluation.task import Findings, Inputs, NoOptions
 from kiloword.methods.prolip.gaussian import inclusion, log_inclusion, variance_sum
-from kiloword.model.encoding import chunks, join, rows
+from kiloword.model.encoding import chunks, moved, rows
 from kiloword.model.heads import unit
 from kiloword.model.pooling import at_least_float
 from kiloword.report import Gallery, Text, distributions
@@ -26,10 +26,10 @@ TAIL = 2  # percent at each end of a histogram, in its outermost bars
 
 
 def run(inputs: Inputs, options: NoOptions) -> Findings:
-    """Evaluate on chains of captions (json `hierarchies`, scenes) and on images of several levels (HierarImgs, scenes).
+    """Evaluate chains of captions (json `hierarchies`, scenes) and images of several levels (HierarImgs, scenes).
 
-    Two protocols retrieve texts of an image along a path: `hierarcaps_` and `traversal_ROOT_`, which measure different
-    things. Models with Gaussians also get uncertainty and inclusion by level: `text_` of chains, `image_` of images.
+    `hierarcaps_` and `traversal_ROOT_` are two protocols. Models with Gaussians also get uncertainty and inclusion by
+    level: `text_` of chains, `image_` of images.
     Raises: ValueError for data without levels, and images of levels for a model without Gaussians.
     """
     source, (chains, groups) = inputs.source, read(inputs.source)
@@ -94,12 +94,10 @@ class Chains:
 
 def of_chains(inputs: Inputs, by_row: Mapping[int, list[list[str]]]) -> Findings:
     """Both protocols, each with every root that the model has; for Gaussians uncertainty and inclusion by level."""
-    matcher, source, parts = inputs.matcher, inputs.source, []
+    matcher, source, found = inputs.matcher, inputs.source, Seen.whole(seen(inputs))
     reason = f"no hierarchies of {len(next(iter(by_row.values()))[0])} texts each"
-    for part in seen(inputs):
-        parts.append(kept(part, [row in by_row for row in part.rows], reason, inputs.skipped))
-    order = [row for part in parts for row in part.rows]
-    chains, images = Chains.of({row: by_row[row] for row in order}, source), join([part.images for part in parts])
+    found = kept(found, [row in by_row for row in found.rows], reason, inputs.skipped)
+    chains, images, order = Chains.of({row: by_row[row] for row in found.rows}, source), found.images, found.rows
     texts, empty = matcher.encode_text(chains.texts), matcher.encode_text([""])["vec"]
     scores = torch.cat([matcher.score(rows(images, part), texts) for part in chunks(len(order), 64)])  # [I, N]
     radius = (texts["vec"].double() - empty.double()).square().sum(1).sqrt()
@@ -162,10 +160,9 @@ def most_inclusive(images: Features, texts: Features) -> Tensor:
 def measure(paths: Tensor, chains: Chains, name: str) -> Iterator[tuple[str, float]]:
     """Metrics of paths [I, S], means over images; every retrieved text counts once.
 
-    `precision`: share of the retrieved texts that are in a chain of the image; `recall`: share of the levels of which
-    a text was retrieved; `hit`: whether any was. Of a traversal's last text, `root_recall`: it is the most general of a
-    chain, our reading of R@1[ROOT] in ProLIP's table 2; `root_hit`: it is anywhere in a chain, the other reading.
-    `true_precision`, `true_recall`: every text that is true of the image is right, and counts for its levels.
+    `precision`: share of retrieved texts in a chain of the image; `recall`: share of levels of which a text was
+    retrieved; `hit`: any was. Of a traversal's last text, `root_recall`: it is the most general of a chain (our reading
+    of R@1[ROOT] in ProLIP's table 2); `root_hit`: it is anywhere in one. `true_precision`, `true_recall`: by the truth.
     """
     of_level = [set(texts) for texts in chains.places.T.tolist()]
     each: dict[str, list[float]] = defaultdict(list)
@@ -197,11 +194,9 @@ def kendall(values: Tensor) -> Tensor:
 
 
 def uncertainty_by_level(uncertainty: Tensor, kind: str) -> Iterator[tuple[str, float]]:
-    """Metrics of the uncertainty of chains [C, L], general to specific.
-
-    `chain_uncertainty@k`: mean at level k; `chain_uncertainty_spearman`: correlation of level and uncertainty over all
-    chains; `chain_uncertainty_order`: mean Kendall's tau of level and certainty within a chain, 1: uncertainty always
-    falls. A text in several chains counts in each, unlike in `eval uncertainty`.
+    """Metrics of the uncertainty of chains [C, L], general to specific: `chain_uncertainty@k`, the mean at level k;
+    `chain_uncertainty_spearman`, its correlation with the level; `chain_uncertainty_order`, the mean Kendall's tau of
+    level and certainty within a chain.
     """
     for k, value in enumerate(uncertainty.double().mean(0).tolist()):
         yield f"{kind}_chain_uncertainty@{k}", value
@@ -248,9 +243,8 @@ def wrong_texts(chains: Chains) -> Tensor:
 
 def of_images(inputs: Inputs) -> Findings:
     """Uncertainty of images by level, and inclusion of specific images in general ones; none without whole groups."""
-    source, parts = inputs.source, list(seen(inputs))
-    images = {name: value.cpu() for name, value in join([part.images for part in parts]).items()}
-    place = {row: i for i, row in enumerate(row for part in parts for row in part.rows)}
+    source, found = inputs.source, Seen.whole(seen(inputs))
+    images, place = moved(found.images, "cpu"), {row: i for i, row in enumerate(found.rows)}
     by_group = read(source)[1].values()
     levels = range(max(max(group) + 1 for group in by_group))
     whole_rows = [[group[k] for k in levels] for group in by_group if all(group.get(k) in place for k in levels)]

@@ -20,8 +20,7 @@ from torch.optim import SGD, AdamW
 from kiloword.config.settings import check
 from kiloword.data.open import open_source
 from kiloword.errors import needs
-from kiloword.evaluation.classes import Classes, classes_of
-from kiloword.evaluation.features import labelled
+from kiloword.evaluation.features import Classes, classes_of, labelled
 from kiloword.evaluation.task import Findings, Inputs
 from kiloword.evaluation.tasks import ProbeOptions as ProbeOptions
 from kiloword.evaluation.tasks import ProbeTaskOptions as ProbeTaskOptions

@@ -31,17 +31,13 @@ Losses = dict[str, Tensor]
 
 
 def run(inputs: Inputs, options: NoOptions) -> Findings:
-    """Yield, for masks "attentive" and "random", losses of masked patches with the right caption, a wrong one and none.
+    """Yield, for masks "attentive" (patches most similar to the right caption) and "random" (keyed by row), as many as
+    in training, the L1 of masked patches with the first caption of an image, one of another image, and an empty one.
 
-    `reconstruction_l1_right@MASK`, `_wrong`, `_none`: mean over images of the L1 of their masked patches, in
-    normalised pixels; baselines: `_mean_colour` of the visible patches, `_mean_image` of this data, and with `norm_pix`
-    (predictions get mean and deviation of the true patches) `_own_mean`. `right_beats_wrong@MASK`: share of images, a
-    tie counts one half; `wrong_minus_right@MASK`: mean difference, `wrong_minus_right_se@MASK`: its standard error; the
-    same for none. The masked patches of an image are the same for all of these, as many as in training: those most
-    similar to the right caption by this model, or random ones keyed by row, the same for all models.
-
-    The right caption is the first of the image, the wrong one that of another image (see `wrong_captions`), none an
-    empty one. A model trained without text has `_none` only.
+    `reconstruction_l1_right@MASK`, `_wrong`, `_none`: means over images, in normalised pixels; baselines:
+    `_mean_colour` of the visible patches, `_mean_image` of this data, and with `norm_pix` `_own_mean` of true patches.
+    `right_beats_wrong@MASK`: share of images, a tie is one half; `wrong_minus_right@MASK`: mean difference, and `_se`
+    its standard error; the same for none, the only one of a model trained without text.
     Raises: ValueError for a model without an image decoder, and for data without two images that differ in captions.
     """
     model, settings = inputs.matcher.model, mim_settings(inputs.matcher)

@@ -55,7 +55,6 @@ class Inputs:
     workers: int = 0  # loader processes
     skipped: list[Skipped] = field(default_factory=list)  # the task appends the rows that it cannot use
     page: bool = False  # whether to yield blocks for a page
-    first: int = 0  # rows before it are not read: an earlier process has read them, and found some usable
 
     @property
     def matcher(self) -> Matcher:

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from kiloword.data.scenes.captions import parse
 from kiloword.data.scenes.query import ANY, Query, follows
-from kiloword.evaluation.calibration import calibration, defined, groups, spearman
 from kiloword.evaluation.features import CaptionedImages, captioned, tile
 from kiloword.evaluation.hierarchy import TAIL, read
-from kiloword.evaluation.metrics import hit
+from kiloword.evaluation.metrics import calibration, defined, groups, hit, spearman
 from kiloword.evaluation.retrieval import all_pairs
 from kiloword.evaluation.task import Findings, Inputs, NoOptions
 from kiloword.methods.prolip.gaussian import csd, inclusion, variance_sum
@@ -39,12 +38,11 @@ Chains = Sequence[tuple[int, list[str]]]
 
 
 def run(inputs: Inputs, options: NoOptions) -> Findings:
-    """Encode images with captions and yield all metrics that the data allows.
+    """Yield all metrics that the data allows.
 
-    `image_uncertainty_*`, `text_uncertainty_*` (mean, std, q05 to q95; by words, `_words_A-B` and `_words_spearman`; by
-    level, `_level@k` and `_level_spearman`: negative if general texts are uncertain), `text_above_image`,
-    `image_in_text`, `text_in_image` (H > 0), then the metrics of `of_truth`, `inclusion_tests` and `calibration`: of
-    "text", the image of a caption ranks first; "image", any caption of an image does.
+    `image_uncertainty_*`, `text_uncertainty_*` (mean, std, q05 to q95; by words and by level, with Spearman's
+    correlation), `text_above_image`, `image_in_text`, `text_in_image` (H > 0), then the metrics of `of_truth`,
+    `inclusion_tests` and `calibration`: of "text", the image of a caption ranks first; "image", any caption does.
     Raises: ValueError for a model without Gaussians.
     """
     matcher, source = inputs.matcher, inputs.source
@@ -167,11 +165,9 @@ def chain_pairs(chains: Chains) -> list[tuple[str, tuple[str, str], int]]:
 def inclusion_tests(inputs: Inputs, chains: Chains) -> Findings:
     """Accuracies, in [0, 1], of predicting that one text includes another if H > 0, of at most MOST chains, drawn.
 
-    `inclusion_NAME`: of pairs as `chain_pairs` names them, `chain` of all adjacent levels; a share
-    `inclusion_unrelated_true` of the unrelated is true. The sign of H mostly depends on which is wider, so that
-    unrelated pairs pass too. For names with `_overlap`, the distance must also be below `inclusion_overlap`, as in
-    `Matcher.includes`: it is chosen on every other chain, and the accuracies are those of the rest. What is true is
-    known of scenes; else pairs of the chains are.
+    `inclusion_NAME`: of pairs as `chain_pairs` names them, `chain` of all adjacent levels; `inclusion_unrelated_true`:
+    share of the unrelated that is true. With `_overlap`, the distance must also be below `inclusion_overlap`, as in
+    `Matcher.includes`: chosen on every other chain, with accuracies of the rest. Of scenes the truth is known.
     """
     rng = np.random.Generator(np.random.Philox(key("chains", len(chains))))
     names, pairs, numbers = zip(*chain_pairs([chains[n] for n in rng.permutation(len(chains))[:MOST]]), strict=True)

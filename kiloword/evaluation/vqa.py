@@ -20,7 +20,7 @@ from kiloword.evaluation.task import Findings, Inputs
 from kiloword.evaluation.tasks import VqaOptions as VqaOptions
 from kiloword.evaluation.tasks import VqaTaskOptions as VqaTaskOptions
 from kiloword.evaluation.zeroshot import grouped
-from kiloword.generation.answerer import Answerer
+from kiloword.generation.captioner import Answerer
 from kiloword.generation.options import GenerationOptions
 from kiloword.types import BadSample, Source
 
@@ -49,11 +49,10 @@ CONTRACTIONS["somebody'd"] = "somebodyd"
 
 
 def run(inputs: Inputs, task_options: VqaTaskOptions) -> Findings:
-    """VQA accuracy (see `accuracy`) over all questions, by question type and by answer type.
+    """VQA accuracy (see `accuracy`) over all questions, by question type and by answer type; "majority_...", the same
+    of the most frequent training answer; "questions"; the length of the list as "answers", and the share of "outside".
 
-    Also "majority_...", the same of the most frequent training answer (to this type of question, on scenes);
-    "questions"; the length of the list as "answers", and the share of answers outside it as "outside". With `results`,
-    questions without answers are answered, too, and not scored.
+    With `results`, questions without answers are answered, too, and not scored.
     Errors: ValueError for a model that answers no questions, data that asks none, a list that is missing.
     """
     matcher, source, options, results = inputs.matcher, inputs.source, task_options.vqa, task_options.results

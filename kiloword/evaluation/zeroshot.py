@@ -11,8 +11,7 @@ from torch import Tensor
 
 from kiloword.data.classes import Templates
 from kiloword.data.classes.names import SLOT, prompts, read_templates, template_sets, templates
-from kiloword.evaluation.classes import Classes, classes_of
-from kiloword.evaluation.features import Seen, labelled, tile
+from kiloword.evaluation.features import Classes, Seen, classes_of, labelled, tile
 from kiloword.evaluation.metrics import Standing, average_precision, hit, rounding, standing
 from kiloword.evaluation.prompts import Images, PromptOptions, Prompts, choose, statistics
 from kiloword.evaluation.task import Findings, Inputs, Values
@@ -80,11 +79,10 @@ def figures(
     names: Sequence[str] = (),
     infos: Sequence[Mapping[str, Any]] = (),
 ) -> Values:
-    """CLIP_benchmark's `acc1`, `acc5` (of at least 5 classes) and `mean_per_class_recall` (of the classes that occur),
-    or `mean_average_precision` of images with several; and what the options ask for. Ties get their expected value.
+    """CLIP_benchmark's `acc1`, `acc5` (of at least 5 classes) and `mean_per_class_recall` (of classes that occur), or
+    `mean_average_precision` of images with several classes; and what the options ask for, named as by DataComp and
+    WILDS. Ties get their expected value; a class without positives counts 0 in average precisions.
 
-    With names also the average precision of each class of many labels; a class without positives counts 0, as in
-    CLIP_benchmark. Names of metrics are those of CLIP_benchmark, DataComp's evaluation and WILDS.
     Args: labels [N] int64, or [N, C] 0/1; names of the classes; infos: `Record.info` of the images.
     Raises: ValueError for options that the labels, the names or the infos do not have.
     """

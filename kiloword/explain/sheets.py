@@ -12,9 +12,8 @@ from torch import Tensor
 
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.sample import MAX_IMAGE, read_whole
-from kiloword.explain.gradcam import gradcam
 from kiloword.explain.reconstruct import fill, masked_patches, mim_settings, reconstruct
-from kiloword.explain.words import explain_words
+from kiloword.explain.words import explain_words, gradcam
 from kiloword.generation.decoding import writer
 from kiloword.methods.coca import sycoca
 from kiloword.model.encoding import inference

@@ -66,11 +66,9 @@ def _translated(name: str, raw: Mapping[str, Any]) -> ModelConfig:
         images = images | {"pool_type"}
     foreign = [f"vision_cfg.{k}" for k, v in vision.items() if k not in _IMAGE | images and v not in (None, False)]
     foreign += [f"text_cfg.{k}" for k, v in text.items() if k not in _TEXT | texts and v not in (None, False)]
-    foreign += _unlike_coca(raw) if family == "coca" else _unlike_prolip(vision, text) if family else []
+    foreign += _unlike(family, raw)
     if not (resnet or siglip or vision.get("patch_size")):
-        foreign.append("no patch size")
-    if not family and text.get("pool_type", "argmax") not in ("argmax", "eos", "last"):
-        foreign.append("text_cfg.pool_type")
+        foreign.append("no vision_cfg.patch_size")
     if foreign:
         raise Unlike(
             f"{name} is built differently from our towers ({', '.join(foreign)}); CLIP's and SigLIP's vision "
@@ -125,17 +123,26 @@ def raw_config(name: str) -> dict[str, Any]:
     return {**raw, **activation, "preprocess_cfg": {k: v for k, v in published.items() if k in _PUBLISHED}}
 
 
-def _unlike_coca(raw: Mapping[str, Any]) -> list[str]:
-    vision, text, decoder = raw["vision_cfg"], raw["text_cfg"], raw["multimodal_cfg"]
+def _unlike(family: str, raw: Mapping[str, Any]) -> list[str]:
+    """Settings of a family that have other values than kiloword's towers compute."""
+    vision, text, decoder = raw["vision_cfg"], raw["text_cfg"], raw.get("multimodal_cfg", {})
     alike = {
-        "no attentional pool": vision.get("attentional_pool") is True,
-        "no class token": text.get("embed_cls") is True,
-        "pads other than 0": text.get("pad_id", 0) == 0,
-        "a decoder of another width": decoder["width"] == text.get("width") == raw["embed_dim"],
-        "a decoder of other heads": decoder.get("heads", 8) == text.get("heads"),
-        "another text MLP": text.get("mlp_ratio", 4) == 4,  # the decoder's is 4, whatever its configuration says
+        "coca": {
+            "vision_cfg.attentional_pool": vision.get("attentional_pool") is True,
+            "text_cfg.embed_cls": text.get("embed_cls") is True,
+            "text_cfg.pad_id": text.get("pad_id", 0) == 0,
+            "multimodal_cfg.width": decoder.get("width") == text.get("width") == raw["embed_dim"],
+            "multimodal_cfg.heads": decoder.get("heads", 8) == text.get("heads"),
+            "text_cfg.mlp_ratio": text.get("mlp_ratio", 4) == 4,  # the decoder's is 4, whatever is configured
+        },
+        "prolip": {
+            "vision_cfg.embed_unc": vision.get("embed_unc") is True,
+            **{f"text_cfg.{k}": text.get(k) is True for k in ("embed_unc", "embed_cls", "no_causal_mask")},
+            "vision_cfg.timm_model_name": not vision.get("timm_model_name"),
+        },
+        "": {"text_cfg.pool_type": text.get("pool_type", "argmax") in ("argmax", "eos", "last")},
     }
-    return [what for what, same in alike.items() if not same]
+    return [what for what, same in alike[family].items() if not same]
 
 
 def _with_coca(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
@@ -159,13 +166,6 @@ def _with_coca(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
         pool_heads=vision.get("attn_pooler_heads", 8),
     )
     return replace(config, text=text, head=head)
-
-
-def _unlike_prolip(vision: Mapping[str, Any], text: Mapping[str, Any]) -> list[str]:
-    needed = [("vision_cfg", vision, "embed_unc"), *(("text_cfg", text, k) for k in ("embed_unc", "embed_cls"))]
-    needed.append(("text_cfg", text, "no_causal_mask"))
-    found = [f"{part}.{key}" for part, config, key in needed if config.get(key) is not True]
-    return [*found, *(["vision_cfg.timm_model_name"] if vision.get("timm_model_name") else [])]
 
 
 def _shared(tower: Mapping[str, Any], activation: Activation) -> dict[str, Any]:

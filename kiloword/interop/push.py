@@ -56,13 +56,6 @@ def _says(path: Path, words: str) -> bool:
     return path.is_file() and words in path.read_text(encoding="utf-8", errors="replace")
 
 
-def card_on_hub(folder: Path, repository: str) -> bytes:
-    """README.md, whose code loads the model from the hub; it is made where a model has none."""
-    path = folder / CARD
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else model_card(folder)
-    return LOADED.sub(lambda found: HUB.get(found[1], found[1]) + repository, text).encode()
-
-
 def run(model: str, repository: str, private: bool = False, message: str = "") -> None:
     """Upload a model.
 
@@ -74,21 +67,20 @@ def run(model: str, repository: str, private: bool = False, message: str = "") -
         raise ValueError(f"{repository[:100]} is no repository: expected ORG/NAME.")
     folder, names = files_of(Path(model))
     is_model = names == list(MODEL)
-    left = sorted({path.name for path in folder.iterdir()} - {name.split("/")[0] for name in (*names, CARD)})
     say(
         *(f"{name}  {(folder / name).stat().st_size:,} bytes" for name in names), f"{CARD}, which loads it from the hub"
     )
-    say(*([f"not uploaded: {', '.join(left[:8])}{' ...' if len(left) > 8 else ''}"] if left else []))
     try:
         import huggingface_hub as hub
     except ImportError:
         raise ValueError(needs("push", "huggingface_hub", "remote")) from None
     if not hub.get_token():
-        raise ValueError(
-            "huggingface_hub finds no token: log in by `hf auth login`, or set HF_TOKEN. Nothing was uploaded."
-        )
+        raise ValueError("huggingface_hub finds no token: log in by `hf auth login`, or set HF_TOKEN.")
     api = hub.HfApi()
-    contents = {CARD: card_on_hub(folder, repository)} | {name: folder / name for name in names}
+    path = folder / CARD
+    card = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else model_card(folder)
+    card = LOADED.sub(lambda found: HUB.get(found[1], found[1]) + repository, card)  # code that loads it from the hub
+    contents = {CARD: card.encode()} | {name: folder / name for name in names}
     operations = [hub.CommitOperationAdd(path_in_repo=n, path_or_fileobj=c) for n, c in contents.items()]
     message = message or f"Upload {'model' if is_model else 'export'}"
     try:

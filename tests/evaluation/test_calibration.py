@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kiloword.evaluation.calibration import binned, calibration, pearson, spearman
+from kiloword.evaluation.metrics import binned, calibration, pearson, spearman
 
 
 def doubles(values: list[float]) -> Tensor:

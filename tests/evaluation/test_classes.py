@@ -16,7 +16,7 @@ from kiloword.cli.main import main
 from kiloword.data.classes.names import classnames, templates, wnids
 from kiloword.data.open import open_source
 from kiloword.evaluation import evaluate, metrics
-from kiloword.evaluation.classes import OTHER, classes_of
+from kiloword.evaluation.features import OTHER, classes_of
 from kiloword.types import LabelSet, Record, Skipped
 
 

@@ -14,8 +14,7 @@ import kiloword
 from folders import model_folder
 from kiloword.data.open import open_source
 from kiloword.evaluation import evaluate, metrics
-from kiloword.evaluation.extra_positives import Positives
-from kiloword.evaluation.retrieval import extra_recalls
+from kiloword.evaluation.retrieval import Positives, extra_recalls
 
 Ranked = dict[int, list[int]]
 

@@ -29,10 +29,7 @@ IDS = [581, 42, 7, 99, 3, 12]
 FILES = [f"COCO_val2014_{one:012d}.jpg" for one in IDS]
 ANSWERS = [["red"] * 10, ["2"] * 9 + ["two"], ["yes"] * 4 + ["no"] * 6]
 TOKENIZER = Tokenizer.train([text for texts in CAPTIONS for text in texts] * 4, 300)
-HOW: dict[str, Any] = {
-    "generate": GenerationOptions(method="greedy", longest=8),
-    "judge": CaptionOptions(meteor=False),
-}
+HOW: dict[str, Any] = {"generate": GenerationOptions(method="greedy", longest=8), "judge": CaptionOptions(meteor=False)}
 
 
 def model(method: str) -> Matcher:

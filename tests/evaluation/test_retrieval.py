@@ -20,11 +20,7 @@ from kiloword.config.recipes import TextConfig, sizes
 from kiloword.data.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate, metrics
-from kiloword.evaluation.retrieval import (
-    mean_recalls,
-    retrieval,
-    shortlisted,
-)
+from kiloword.evaluation.retrieval import mean_recalls, retrieval, shortlisted
 from kiloword.model.model import Model
 from kiloword.types import BadSample, Features, Record, Skipped, Texts
 

@@ -21,7 +21,7 @@ from kiloword.data.scenes.query import Pattern, Query, follows
 from kiloword.data.scenes.source import ScenesSource, parse_scenes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate, find
-from kiloword.evaluation.calibration import spearman
+from kiloword.evaluation.metrics import spearman
 from kiloword.evaluation.task import Inputs
 from kiloword.evaluation.uncertainty import best_overlap, buckets, chain_pairs, inclusion_tests, level
 from kiloword.methods.prolip.gaussian import inclusion

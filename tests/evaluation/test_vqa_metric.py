@@ -49,10 +49,7 @@ def literal_accuracy(answer: str, answers: list[str]) -> float:
 words = st.sampled_from(
     ["red", "The", "a", "two", "TEN", "none", "dont", "couldnt've", "1,000", "3.", ".5", "2.5", "u.s.a.", "x-ray", "it"]
 )
-texts = st.one_of(
-    st.lists(words, max_size=4).map(" ".join),
-    st.text("ab 1,.-?'\"/\n\t", max_size=8),
-)
+texts = st.one_of(st.lists(words, max_size=4).map(" ".join), st.text("ab 1,.-?'\"/\n\t", max_size=8))
 answers = st.lists(texts, min_size=1, max_size=3).flatmap(
     lambda few: st.lists(st.sampled_from(few), min_size=10, max_size=10)
 )

@@ -17,11 +17,10 @@ from kiloword.api import Matcher
 from kiloword.cli.main import main
 from kiloword.config.recipes import HeadConfig, ImageConfig, ModelConfig, ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.explain.gradcam import gradcam
 from kiloword.explain.maps import Explanation, attentions, probabilities, token_maps
 from kiloword.explain.plane import STDS, outline, project
 from kiloword.explain.sheets import possible
-from kiloword.explain.words import END, explain_words, words_of
+from kiloword.explain.words import END, explain_words, gradcam, words_of
 from kiloword.methods.coca.coca import caption_loss
 from kiloword.methods.registry import preset
 from kiloword.model.attention import Packing

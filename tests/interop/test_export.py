@@ -183,7 +183,7 @@ def test_onnx_of_lower_precision_tells_its_difference(
 @pytest.mark.parametrize(
     ("method", "target", "flags", "word"),
     [
-        ("prolip", "open_clip", (), "Gaussians; it has an uncertainty token"),
+        ("prolip", "open_clip", (), "Gaussians; image.uncertainty_token is True"),
         ("prolip", "transformers", (), "onnx"),
         ("filip", "onnx", (), "every word of a text"),
         ("siglip+maxsim", "torch", (), "safetensors takes its weights"),

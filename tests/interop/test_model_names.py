@@ -207,11 +207,7 @@ CAPTION = ["--data", "scenes", "--out", "c.parquet"]
     ],
 )
 def test_a_verb_that_a_named_model_does_not_fit(
-    words: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "clip").mkdir()

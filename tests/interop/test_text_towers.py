@@ -130,10 +130,7 @@ BAD: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: _without(f, "embeddings.position_embeddings.weight"), "position_embeddings.weight is missing"),
     (lambda f: _without(f, "encoder.layer.1.output.dense.bias"), "encoder.layer.1.output.dense.bias is missing"),
     (lambda f: save_file(state_of(DISTIL), f / "model.safetensors"), "token_type_embeddings.weight is missing"),
-    (
-        lambda f: _unlike(f, intermediate_size=44),
-        r"layers.0.mlp.fc.weight is \[40, 24\] instead of \[44, 24\]",
-    ),
+    (lambda f: _unlike(f, intermediate_size=44), r"layers.0.mlp.fc.weight is \[40, 24\] instead of \[44, 24\]"),
     (
         lambda f: _unlike(f, model_type="t5"),
         "holds a 't5' model that is no known encoder of texts: expected albert, bert",

@@ -114,10 +114,7 @@ def test_weights_of_another_architecture(tmp_path: Path) -> None:
     trunk = PaddedText(KINDS["mpnet"])
     random_model(KINDS["electra"]).save_pretrained(str(tmp_path / "other"))
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "other/model.safetensors").read_bytes())
-    with pytest.raises(
-        ValueError,
-        match=r"\[91, 16\] instead of \[91, 24\].*by one save_pretrained",
-    ):
+    with pytest.raises(ValueError, match=r"\[91, 16\] instead of \[91, 24\].*by one save_pretrained"):
         text_towers.load(trunk, f"hf:{tmp_path}")
 
 

@@ -19,7 +19,7 @@ from kiloword.data.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.vqa import VqaOptions
-from kiloword.generation.answerer import Answerer
+from kiloword.generation.captioner import Answerer
 from kiloword.generation.options import GenerationOptions
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset

@@ -51,10 +51,7 @@ LOAD = {  # lines of Python for the card
         'images = torch.export.load("FOLDER/image.pt2").module()',
         "features, *_ = images(pixel_values=pixels)  # float32 [I, 3, H, W], normalised",
     ),
-    "safetensors": (
-        "from safetensors.torch import load_file",
-        'weights = load_file("FOLDER/weights.safetensors")',
-    ),
+    "safetensors": ("from safetensors.torch import load_file", 'weights = load_file("FOLDER/weights.safetensors")'),
 }
 
 

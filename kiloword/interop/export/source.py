@@ -52,21 +52,6 @@ SIGLIP = CLIP | {
     "head.image_projection": False,
     "head.text_projection_bias": True,
 }
-WORDS = {  # what a setting that differs means
-    "image.tower": "its image tower is a ResNet",
-    "image.trunk.name": "its image tower is another library's",
-    "text.trunk.name": "its text tower is another library's",
-    "image.stem": "it has a convolutional stem",
-    "image.class_token": "its class token differs",
-    "image.pre_norm": "its first norm differs",
-    "image.extra_tokens": "it has registers",
-    "image.uncertainty_token": "it has an uncertainty token",
-    "text.extra_tokens": "its texts end in tokens of their own",
-    "text.causal": "its text tower differs in which words see later ones",
-    "head.image_pool": "it pools images otherwise",
-    "head.text_pool": "it pools texts otherwise",
-    "text.uncertainty_blocks": "its text tower has a second path",
-}
 GRAPHS = {  # settings of models that are graphs
     "image.trunk.name": "",
     "text.trunk.name": "",
@@ -137,16 +122,15 @@ class Exported:
         return [check_close(w, largest_difference(x, {"vec": F.normalize(y, dim=-1)})) for w, x, y in pairs]
 
     def unlike(self, settings: Mapping[str, object]) -> list[str]:
-        """What of the model differs from settings, such as "it has a convolutional stem (image.stem)"."""
+        """What of the model differs from settings, such as "image.stem is 'conv'"."""
         actual = {name: reduce(getattr, name.split("."), self.config) for name in settings}
-        return [f"{WORDS.get(n, 'it differs')} ({n})" for n, value in settings.items() if actual[n] != value]
+        return [f"{name} is {actual[name]!r}" for name, value in settings.items() if actual[name] != value]
 
     def check_graphs(self, target: str) -> None:
         """Raises: ValueError where no graph computes what the model does."""
         reasons = self.unlike(GRAPHS)
-        if not reasons and "words" in self.texts:  # only such a model can be run on words
-            reasons = ["it compares images with every word of a text"]
-        if reasons:
+        if reasons or "words" in self.texts:  # which graphs do not return
+            reasons = reasons or ["it compares images with every word of a text"]
             raise ValueError(
                 f"{target} cannot express this model: {'; '.join(reasons)}. safetensors takes its weights, and "
                 "`kiloword embed` its features, which other programs can read."

@@ -24,17 +24,12 @@ CROPPED = (
     "Photos: transformers 5 resizes tensors (kiloword, like its backend='pil', images), and where a margin of odd size "
     "is cut off, its crop may begin one pixel earlier: features of such photos differ, those of the same pixels do not."
 )
-OLD_END = 2  # CLIPModel takes a model with this end token for one with the largest id at the end
 
 
 def write(source: Exported, folder: Path) -> list[str]:
     """Write config, weights, tokenizer and preprocessing, and compare. Returns: lines to print."""
     source.check_dual("transformers")
     library = transformers()
-    if source.tokenizer.roles.end == OLD_END and not source.siglip:
-        raise ValueError(
-            "transformers cannot express this model: its end token has the id 2, which CLIPModel misreads."
-        )
     kind, config = library.SiglipModel if source.siglip else library.CLIPModel, _config(source, library)
     with quiet(library):
         with torch.device("meta"):
@@ -53,7 +48,17 @@ def write(source: Exported, folder: Path) -> list[str]:
             f"Bias: CLIPModel has none; the source adds {float(source.model.head.bias.detach()):.4f} to its logits, "
             "for sigmoid(logit). Features, cosines and rankings are the same."
         )
-    return _compared(source, folder, library, kind)
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    with quiet(library):  # the folder as transformers loads it
+        model = kind.from_pretrained(folder, use_safetensors=True, **local).eval()
+        padding = "max_length" if source.config.text.pad_to_context else True
+        tokenizer = library.AutoTokenizer.from_pretrained(folder, **local)
+        words = tokenizer(TEXTS, padding=padding, truncation=True, return_tensors="pt")
+    names = ("input_ids",) if source.siglip else ("input_ids", "attention_mask")  # SigLIP's tower sees pads
+    with torch.no_grad():
+        images = model.get_image_features(pixel_values=source.normalised())
+        texts = model.get_text_features(**{name: words[name] for name in names})
+    return source.compared(*(x if isinstance(x, Tensor) else x.pooler_output for x in (images, texts)))
 
 
 def _config(source: Exported, library: Any) -> Any:
@@ -71,21 +76,6 @@ def _tower(tower: ImageConfig | TextConfig) -> dict[str, Any]:
     activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == tower.activation)
     said = {theirs: getattr(tower, ours) for theirs, ours in (FIELDS | SIZES).items() if hasattr(tower, ours)}
     return said | {"hidden_act": activation}
-
-
-def _compared(source: Exported, folder: Path, library: Any, kind: Any) -> list[str]:
-    """The folder as transformers loads it, against the source: the same pixels, and texts from strings."""
-    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    with quiet(library):
-        model = kind.from_pretrained(folder, use_safetensors=True, **local).eval()
-        padding = "max_length" if source.config.text.pad_to_context else True
-        tokenizer = library.AutoTokenizer.from_pretrained(folder, **local)
-        words = tokenizer(TEXTS, padding=padding, truncation=True, return_tensors="pt")
-    names = ("input_ids",) if source.siglip else ("input_ids", "attention_mask")  # SigLIP's tower sees pads
-    with torch.no_grad():
-        images = model.get_image_features(pixel_values=source.normalised())
-        texts = model.get_text_features(**{name: words[name] for name in names})
-    return source.compared(*(x if isinstance(x, Tensor) else x.pooler_output for x in (images, texts)))
 
 
 def write_sentence(source: Exported, folder: Path) -> list[str]:
