@@ -18,7 +18,7 @@ from kiloword.apps.plan.planner import Planner
 from kiloword.apps.plan.simulation import FORMULAS
 from kiloword.config import recipes
 from kiloword.config.options import Checkpointing
-from kiloword.config.recipes import ModelConfig, OptimConfig
+from kiloword.config.recipes import ModelConfig, OptimConfig, Recipe
 from kiloword.distributed.device import precision_of
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.method import Method
@@ -194,7 +194,7 @@ class OfBatch(Planner):
 
     def batch(self, images: int) -> Batch:
         """The first images of the batch; images and precomputed features have no content."""
-        part, empty = self.given.split(len(self.given) // images)[0].to("cpu"), self.simulation("none").empty
+        part, empty = self.given.split(len(self.given) // images)[0].to("cpu"), self.simulation.empty
         features = [
             {name: empty(*x.shape) for name, x in side.items()} for side in (part.image_features, part.text_features)
         ]
@@ -205,15 +205,9 @@ class OfBatch(Planner):
 def planned(real: Measured) -> dict[str, float]:
     """The same figures by the plan, and with "peak" all that a GPU holds but the allowances."""
     case = real.case
-    plan = Plan(
-        model=real.config,
-        optim=real.optim,
-        batch=case.images,
-        samples=1,
-        precision="bf16" if case.precision == "bf16" else "fp32",
-        gpu="cpu" if real.device == "cpu" else "h200",
-    )
-    planner = OfBatch(plan, real.method)
+    recipe = Recipe(method=case.method, model=real.config, optim=real.optim, batch=case.images)
+    recipe = replace(recipe, precision="bf16" if case.precision == "bf16" else "fp32")
+    planner = OfBatch(Plan(gpu="cpu" if real.device == "cpu" else "h200"), recipe, real.method)
     planner.given = real.batch
     option = planner.option("ddp", case.checkpointing, case.micro_batches)
     return {

@@ -105,10 +105,9 @@ def of_function(function: Any) -> str:
 
 
 def of_settings(defaults: Any) -> str:
-    """The same of a verb whose flags are the settings of a dataclass; towers are on the page of train."""
-    rows = [row for leaf in leaves(defaults) if (row := setting_row(leaf)) and not leaf.path.startswith("model.")]
-    towers = "\n\nThe flags `--model.*` are those of [train](train.md#modelimage)." * hasattr(defaults, "model")
-    return f"{description(inspect.getdoc(type(defaults)) or '')}{towers}\n\n{table(rows)}"
+    """The same of a verb whose flags are the settings of a dataclass."""
+    rows = [row for leaf in leaves(defaults) if (row := setting_row(leaf))]
+    return f"{description(inspect.getdoc(type(defaults)) or '')}\n\n{table(rows)}"
 
 
 def description(doc: str) -> str:

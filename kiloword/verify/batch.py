@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,33 +28,27 @@ SIZE_ON_TRUNK = 64  # pixels: a map of 2 x 2 tokens
 QUESTION = 9  # as a number of a caption, other than any has
 
 
-@dataclass(frozen=True)
-class MethodChoice:
+class MethodChoice(NamedTuple):
     """A method by its name, with settings that differ from its defaults."""
 
     name: str
-    settings: dict[str, Any] = field(default_factory=dict)
-
-
-def choice(method: str | MethodChoice) -> MethodChoice:
-    """A method by name as a choice."""
-    return MethodChoice(method) if isinstance(method, str) else method
+    settings: dict[str, Any] | None = None
 
 
 def slots_of(method: str | MethodChoice) -> Method:
     """The method of a name or choice."""
-    return preset(choice(method).name, choice(method).settings)
+    return preset(*((method,) if isinstance(method, str) else method))
 
 
 def config(trunks: Trunks = "none", method: str | MethodChoice = "siglip") -> ModelConfig:
     """A model small enough for seconds; with trunks below both towers, if the method needs no text tower of its own."""
     small = sizes()["debug"]
-    small = replace(small, image=replace(small.image, init_std=0.1), text=replace(small.text, init_std=0.1))
-    if trunks == "none":
-        return small
-    on_trunk = replace(small, image=replace(small.image, trunk=TRUNK, size=SIZE_ON_TRUNK))
-    writes = "text_decoder" in slots_of(method).decoders
-    return on_trunk if writes else replace(on_trunk, text=replace(small.text, trunk=TEXT_TRUNK))
+    image, text = replace(small.image, init_std=0.1), replace(small.text, init_std=0.1)
+    if trunks != "none":
+        image = replace(image, trunk=TRUNK, size=SIZE_ON_TRUNK)
+        if "text_decoder" not in slots_of(method).decoders:
+            text = replace(text, trunk=TEXT_TRUNK)
+    return replace(small, image=image, text=text)
 
 
 def batch(
@@ -71,48 +65,38 @@ def batch(
     """
     rows, slots = list(order or range(IMAGES))[first:end], slots_of(method)
     model = slots.shape(config(trunks, method))
-    text, size = model.text, model.image.size
-    tail = [text.special[name] for name in text.extra_tokens]
-    captions = [[_tokens(row, c) + tail for c in range(1 + row % 3)] for row in rows]
-    image_features, text_features = _precomputed(slots.needs, rows)
+    tail = [model.text.special[name] for name in model.text.extra_tokens]
+    captions = [(row, c) for row in rows for c in range(1 + row % 3)]
+    image_features, text_features = dict[str, Tensor](), dict[str, Tensor]()
+    for name in slots.needs:  # as a loader joins them: of few directions, so that any threshold selects some pairs
+        if name == "truth":
+            text_features[name] = torch.stack([_uniform("truth", row, c, size=IMAGES) < 0.2 for row, c in captions])
+        elif name != "questions":
+            text_features[name] = of_texts = torch.stack([_direction(name, row + c) for row, c in captions])
+            image_features[name] = torch.stack([_direction(name, row) for row in rows])
+            parts = torch.split(of_texts, [1 + row % 3 for row in rows])
+            image_features[f"{name}.texts"] = torch.stack([part.mean(0) for part in parts])
+
+    def made(name: str, one: Input) -> Tensor | TextGroup:
+        """An input of the method: noise in its shape, or none to two texts an image."""
+        if one.shape is not None:
+            shape = one.shape(model)
+            return torch.stack([_noise(key(name, row), shape) for row in rows])
+        ids = [_tokens(row, key(name, n)) + tail for row in rows for n in range(row % 3)]
+        return TextGroup(Texts.pack(ids), torch.repeat_interleave(torch.tensor([row % 3 for row in rows])))
+
     return Batch(
-        images=torch.stack([_noise(row, (3, size, size)) for row in rows]),
-        texts=Texts.pack([ids for texts in captions for ids in texts]),
-        image_of_text=torch.repeat_interleave(torch.tensor(list(map(len, captions)))),
+        images=torch.stack([_noise(row, (3, model.image.size, model.image.size)) for row in rows]),
+        texts=Texts.pack([_tokens(row, c) + tail for row, c in captions]),
+        image_of_text=torch.repeat_interleave(torch.tensor([1 + row % 3 for row in rows])),
         seeds=torch.tensor([key(0, "verify", row) for row in rows]),
         position=torch.tensor(rows),
         composed=torch.tensor([bool(slots.transforms) and row % 5 == 0 for row in rows]),
         image_features=image_features,
         text_features=text_features,
         questions=Texts.pack([_tokens(row, QUESTION) for row in rows]) if "questions" in slots.needs else None,
-        inputs=BatchInputs({name: _input(name, one, rows, model) for name, one in slots.inputs.items()}),
+        inputs=BatchInputs({name: made(name, one) for name, one in slots.inputs.items()}),
     )
-
-
-def _input(name: str, one: Input, rows: Sequence[int], model: ModelConfig) -> Tensor | TextGroup:
-    """An input of the method: noise in its shape, or none to two texts an image."""
-    if one.shape is not None:
-        shape = one.shape(model)
-        return torch.stack([_noise(key(name, row), shape) for row in rows])
-    tail = [model.text.special[word] for word in model.text.extra_tokens]
-    counts = [row % 3 for row in rows]
-    ids = [_tokens(row, key(name, n)) + tail for row, count in zip(rows, counts, strict=True) for n in range(count)]
-    return TextGroup(Texts.pack(ids), torch.repeat_interleave(torch.tensor(counts)))
-
-
-def _precomputed(needs: Sequence[str], rows: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Precomputed features as a loader joins them: of few directions, so that any threshold selects some pairs."""
-    images, texts = {}, {}
-    captions = [(row, c) for row in rows for c in range(1 + row % 3)]
-    for name in needs:
-        if name == "truth":
-            texts[name] = torch.stack([_uniform("truth", row, c, size=IMAGES) < 0.2 for row, c in captions])
-        elif name != "questions":
-            texts[name] = torch.stack([_direction(name, row + c) for row, c in captions])
-            images[name] = torch.stack([_direction(name, row) for row in rows])
-            parts = torch.split(texts[name], [1 + row % 3 for row in rows])
-            images[f"{name}.texts"] = torch.stack([part.mean(0) for part in parts])
-    return images, texts
 
 
 def _direction(name: str, row: int) -> Tensor:

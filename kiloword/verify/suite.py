@@ -5,9 +5,10 @@ The gradient of a batch must not depend on its partition: ranks, micro-batches, 
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
@@ -15,12 +16,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
 from kiloword.config.options import Checkpointing, Parallel
-from kiloword.config.recipes import ModelFile
+from kiloword.config.recipes import DataConfig, ModelFile
+from kiloword.data.loader import Loader
+from kiloword.data.open import open_source
+from kiloword.data.sampler import Order
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import collectives as parallel
 from kiloword.distributed import launch
@@ -34,14 +37,46 @@ from kiloword.models.trust import Trust
 from kiloword.training import compilation, engine
 from kiloword.training.optimizer import Optimizer
 from kiloword.training.step import Learner, backward
-from kiloword.types import Batch
-from kiloword.verify.batch import IMAGES, MethodChoice, Trunks, batch, choice, config, slots_of
-from kiloword.verify.checks import EXACT, Check, compare, most
-from kiloword.verify.loading import made_otherwise
+from kiloword.types import Batch, TextGroup
+from kiloword.verify.batch import IMAGES, MethodChoice, Trunks, batch, config, slots_of
 
 ALONE, FALLS = 40, 0.9  # steps of the pair loss and of each term and contrast alone, and the share that may be left
 NEARBY, SLOPE = 3e-5, 1e-4  # how far along the gradient the loss is taken, and the relative error of its slope there
+EXACT = 1e-10  # of the largest gradient, in fp64
+ROWS = 64  # of the scenes that are loaded
 PATIENCE_S = 300  # that processes on a machine with other work wait for each other
+
+
+@dataclass(frozen=True)
+class Check:
+    """One property: what was measured, and what it may be at most."""
+
+    name: str
+    value: float
+    limit: float
+    where: str = ""  # the failure is: names of tensors
+
+    @property
+    def passed(self) -> bool:
+        return self.value <= self.limit  # False for NaN
+
+
+def compare(name: str, measured: dict[str, Tensor], reference: dict[str, Tensor]) -> Check:
+    """The largest difference, relative to the largest gradient (losses and states: to themselves)."""
+    if others := sorted(measured.keys() ^ reference.keys()):
+        return Check(f"{name}: other parameters have gradients", float("inf"), EXACT, ", ".join(others[:3]))
+    largest = most(float(g.abs().max()) for n, g in reference.items() if ":" not in n)
+    errors = {
+        n: float((measured[n] - g).abs().max()) / (max(float(g.abs().max()), 1e-12) if ":" in n else largest)
+        for n, g in reference.items()
+    }
+    worst = max(errors, key=lambda n: float("inf") if math.isnan(errors[n]) else errors[n])
+    return Check(name, most(errors.values()), EXACT, f"largest in {worst}")
+
+
+def most(values: Iterable[float]) -> float:
+    """The largest; NaN where any is, which `max` returns only in the first place."""
+    return float(torch.tensor(list(values), dtype=torch.float64).amax())
 
 
 @dataclass(frozen=True)
@@ -150,15 +185,15 @@ def gradients_over_ranks(
 ) -> dict[Way, dict[str, Tensor]]:
     """The same in several ways, computed by gloo processes on this machine."""
     with tempfile.TemporaryDirectory() as folder:
-        over_ranks(ranks, _save_gradients, method, ways, Path(folder), trunks)
-        return {way: load_file(Path(folder) / f"{n}.safetensors") for n, way in enumerate(ways)}
+        over_ranks(ranks, _save_gradients, method, ways, Path(folder, "gradients"), trunks)
+        found: dict[Way, dict[str, Tensor]] = torch.load(Path(folder, "gradients"), weights_only=False)
+        return found
 
 
-def _save_gradients(method: str | MethodChoice, ways: Sequence[Way], folder: Path, trunks: Trunks) -> None:
-    for n, way in enumerate(ways):
-        measured = gradients(method, way, trunks=trunks)
-        if parallel.rank() == 0:
-            save_file({name: g.contiguous() for name, g in measured.items()}, folder / f"{n}.safetensors")
+def _save_gradients(method: str | MethodChoice, ways: Sequence[Way], path: Path, trunks: Trunks) -> None:
+    found = {way: gradients(method, way, trunks=trunks) for way in ways}
+    if parallel.rank() == 0:
+        torch.save(found, path)
 
 
 def over_ranks(ranks: int, work: Callable[..., None], *args: Any) -> None:
@@ -218,6 +253,24 @@ def _slope(method: str | MethodChoice, trunks: Trunks) -> Check:
     return Check("slope of the loss along its gradient", float(error.abs()), SLOPE)
 
 
+def made_otherwise(method: str | MethodChoice) -> float:
+    """Bytes that differ between a batch of scenes made on one rank, and on two ranks with a worker."""
+    source, text, slots = open_source(f"scenes:train?n={ROWS}", 32), config().text, slots_of(method)
+    tokenizer = Tokenizer.train([c for row in range(ROWS) for c in source.record(row).captions], 500)
+
+    def loaded(rank: int, ranks: int, workers: int) -> list[Tensor]:
+        made: dict[str, Any] = {"transforms": slots.transforms, "inputs": slots.inputs, "rank": rank, "ranks": ranks}
+        order = Order(ROWS, IMAGES, 0)
+        loader = Loader(source, order, DataConfig(), text, 32, tokenizer, workers=workers, **made)
+        batch = next(loader.batches(1, 2))
+        groups = (value.texts.ids if isinstance(value, TextGroup) else value for value in batch.inputs.values())
+        return [batch.images, batch.texts.ids, *groups]
+
+    joined = [torch.cat(parts) for parts in zip(loaded(0, 2, 1), loaded(1, 2, 1), strict=True)]
+    pairs = zip(joined, loaded(0, 1, 0), strict=True)
+    return float(sum((a != b).sum() if a.shape == b.shape else float("inf") for a, b in pairs))
+
+
 @torch.no_grad()
 def _additive(method: str | MethodChoice, trunks: Trunks) -> Iterator[Check]:
     """For each term: its sums and counts over the parts of a batch, compared with those of the whole batch."""
@@ -238,10 +291,15 @@ def _save_and_load(method: str | MethodChoice, trunks: Trunks) -> float:
     trained, data = _ready(method, trunks, torch.float32)
     model = trained.model.eval()
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        tokenizer, chosen = Tokenizer.train(["a small red star", "two blue circles"], 300), choice(method)
-        file = ModelFile(method=chosen.name, settings=chosen.settings, model=model.config, size="debug")
-        save_model(Path(folder), model, tokenizer, file)
-        loaded, _ = load_model(folder, trust=Trust(named=chosen.name))
+        name, settings = (method, None) if isinstance(method, str) else method
+        tokenizer = Tokenizer.train(["a small red star", "two blue circles"], 300)
+        save_model(
+            Path(folder),
+            model,
+            tokenizer,
+            ModelFile(method=name, settings=settings or {}, model=model.config, size="debug"),
+        )
+        loaded, _ = load_model(folder, trust=Trust(named=name))
         a, b = (m.score(m.encode_image(data.images)[1], m.encode_text(data.texts)[1]) for m in (model, loaded.eval()))
     return float((a - b).abs().max())
 

@@ -24,7 +24,7 @@ from kiloword.training.step import backward
 from kiloword.types import Input, TextGroup
 from kiloword.verify import suite
 from kiloword.verify.batch import batch, config
-from kiloword.verify.loading import made_otherwise
+from kiloword.verify.suite import made_otherwise
 from parts import after_step, gradients, ids_of, learner, loader
 from states import whole_and_cut
 

@@ -20,8 +20,7 @@ from kiloword.training.optimizer import Optimizer
 from kiloword.training.step import backward
 from kiloword.verify import suite
 from kiloword.verify.batch import MethodChoice, batch
-from kiloword.verify.checks import compare
-from kiloword.verify.loading import made_otherwise
+from kiloword.verify.suite import compare, made_otherwise
 from parts import learner, model
 from states import whole_and_cut
 

@@ -25,8 +25,7 @@ from kiloword.training import start
 from kiloword.training.optimizer import groups
 from kiloword.types import Features, Pairs
 from kiloword.verify.batch import batch
-from kiloword.verify.checks import EXACT
-from kiloword.verify.suite import Way, gradients, gradients_over_ranks
+from kiloword.verify.suite import EXACT, Way, gradients, gradients_over_ranks
 from literal import CAPTIONS, captions_of, linear, made, norm, pairs, self_block, small
 from parts import agree, blocks, drawn, learner, losses, mean, model
 

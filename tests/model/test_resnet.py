@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import kiloword.training.loop as loop
-from kiloword.apps.plan.options import Plan, check
+from kiloword.apps.plan.options import Plan
+from kiloword.apps.plan.planner import Planner
 from kiloword.config.options import Checkpointing
 from kiloword.config.recipes import ImageConfig, ModelConfig, Recipe, sizes
 from kiloword.distributed import collectives
@@ -174,7 +175,7 @@ def test_micro_batches_are_refused(tmp_path: Path) -> None:
         train(replace(recipe(), micro=4), tmp_path / "run", options=EVERY)
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="batch norm"):
-        check(Plan(size="custom", batch=16, samples=100, model=small(), micro=4))
+        Planner(Plan(), replace(recipe(), micro=4))
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ import torch
 
 from cases import mostly_slow
 from kiloword.cli.main import main
-from kiloword.verify.checks import EXACT, Check, compare
-from kiloword.verify.suite import verify
+from kiloword.verify.suite import EXACT, Check, compare, verify
 
 MODULE = """
 import torch

@@ -15,8 +15,7 @@ from kiloword.model.trunks.trunk import trunks
 from kiloword.training.optimizer import Optimizer
 from kiloword.training.step import backward
 from kiloword.verify.batch import TRUNK, MethodChoice, Trunks, batch, config
-from kiloword.verify.checks import EXACT, compare
-from kiloword.verify.suite import Way, gradients, inputs, learner, verify
+from kiloword.verify.suite import EXACT, Way, compare, gradients, inputs, learner, verify
 
 TOKENS = MethodChoice("sycoca", {"mim_target": "tokens"})
 

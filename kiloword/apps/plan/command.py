@@ -3,31 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import tyro
 from tyro.conf import Positional
 
-from kiloword.apps.plan.options import Plan, check
+from kiloword.apps.plan.options import Plan
 from kiloword.config.execution import Device
-from kiloword.config.papers import fill
-from kiloword.config.settings import check as check_settings
-from kiloword.config.settings import setting
-from kiloword.methods.command import MethodWords, method_words
-from kiloword.methods.defaults import default_recipe
-from kiloword.methods.recipes import towers_flag
+from kiloword.config.recipes import Recipe
+from kiloword.config.settings import check, setting
+from kiloword.methods.command import method_words
+from kiloword.training import command as train
 
 if TYPE_CHECKING:
     from kiloword.apps.plan.planner import Planner
 
+NOT_COUNTED = ("freeze", "unfreeze", "init", "lora.rank", "drop-patches", "image-features", "text-features")
+
 
 def read(argv: Sequence[str]) -> Planned:
-    """Read the words of a command line. Raises: ValueError for a run that cannot be planned."""
+    """Read the words of a command line: the flags that are not the plan's own are those of `train`.
+
+    Raises: ValueError for a run that cannot be planned.
+    """
     words = method_words(argv, "plan siglip --samples 1e9")
-    plan, settings = words.read(_defaults(words))
+    facts = {name: fact.value for name, fact in words.recipe.facts.items()} if words.recipe else {}
+    default = Plan(**{name: facts[name] for name in ("gpus", "gpu", "captions") if name in facts})
+    plan, flags = tyro.cli(
+        Plan, args=words.flags, default=default, prog="kiloword plan METHOD", return_unknown_args=True
+    )
     check(plan)
-    return Planned(plan, words.method, asdict(settings))
+    towers = any(words.first(flag) for flag in ("--image-tower", "--text-tower"))
+    usual = [] if words.recipe else ["--batch", "1024", *([] if towers else ["--size", "b16"])]
+    args = train.read([*argv[: len(argv) - len(words.flags)], *usual, *flags, "--dry-run"]).args
+    for flag in (*NOT_COUNTED, *(("steps", "epochs") if plan.samples else ())):
+        if words.first(f"--{flag}") is not None:
+            raise ValueError(f"--{flag} is not counted by plan: omit it.")
+    samples = plan.samples or args.samples or (args.steps or 0) * args.recipe.batch
+    samples = samples or (args.epochs or 0) * facts.get("images", 0)
+    if not samples:
+        raise ValueError("plan needs the length of the run: give --samples, images seen in all, such as 1.28e9.")
+    return Planned(replace(plan, samples=float(samples)), args.recipe)
 
 
 @dataclass(frozen=True)
@@ -35,42 +53,20 @@ class Planned:
     """The words of a command line, read."""
 
     plan: Plan
-    method: str
-    settings: dict[str, Any]
+    recipe: Recipe
 
     def planner(self) -> Planner:
-        """A learner without content, to ask further."""
+        """A learner without content, to ask further. Raises: ValueError for a batch that cannot be split so."""
         from kiloword.apps.plan.planner import Planner
-        from kiloword.methods.registry import preset
+        from kiloword.training.start import fitted
 
-        return Planner(self.plan, preset(self.method, self.settings))
+        return Planner(self.plan, fitted(self.recipe))
 
     def run(self) -> None:
         """Print the plan. Raises: ValueError when nothing fits the card."""
         from kiloword.apps.plan.planner import show
 
         show(self.planner())
-
-
-def _defaults(words: MethodWords) -> Plan:
-    """The defaults that the size implies, its towers and optimizer, or those of --recipe or --config."""
-    named, towers = words.recipe, [words.first(flag, "") for flag in ("--image-tower", "--text-tower")]
-    size = words.first("--size")
-    usual = "top" if any(towers) else Plan().size
-    recipe = default_recipe("", size or (named.value("size", usual) if named else usual))
-    plan, changed = Plan(size=recipe.size), dict[str, Any]()
-    if named is not None:
-        recipe = fill(replace(recipe, batch=plan.batch), named, towers=not towers_flag(named, size, None))
-        facts, length = {name: fact.value for name, fact in named.facts.items()}, named.length()
-        images = length["epochs"] * facts.get("images", 0) if "epochs" in length else length.get("samples", 0)
-        changed = {name: facts[name] for name in ("gpus", "gpu", "captions") if name in facts}
-        changed |= {} if recipe.precision == "auto" else {"precision": recipe.precision}
-        changed |= {"batch": recipe.batch, "samples": float(images or length.get("steps", 0) * recipe.batch)}
-    elif any(towers):
-        from kiloword.training.start import with_towers
-
-        recipe = with_towers(recipe, *towers)
-    return replace(plan, model=recipe.model, optim=recipe.optim, **changed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,5 +86,5 @@ class Bench(Device):
         """Measure and print. Raises: ValueError for an unknown method, size or device."""
         from kiloword.apps.plan.measured import bench
 
-        check_settings(self)
+        check(self)
         bench(self)

@@ -39,7 +39,8 @@ def bench(options: Bench) -> None:
     """Measure and print. Raises: ValueError for an unknown method, size or device."""
     device = choose(options.device)
     recipe = replace(default_recipe(options.method, options.size), batch=options.batch, precision=options.precision)
-    recipe, lines = settle(recipe, device), measure(settle(recipe, device), device)
+    recipe = settle(recipe, device)
+    lines = measure(recipe, device)
     rows = [
         [one["what"], one["seconds"], f"{one['items'] / one['seconds']:,.1f}", one["flop"] / one["seconds"] / 1e12]
         for one in lines
@@ -55,9 +56,7 @@ def bench(options: Bench) -> None:
 
 def planner_of(recipe: Recipe, device: str) -> Planner:
     """One step of a recipe."""
-    plan = Plan(model=recipe.model, optim=recipe.optim, batch=recipe.batch, samples=1)
-    plan = replace(plan, precision="bf16" if recipe.precision == "bf16" else "fp32")
-    return Planner(replace(plan, gpu="cpu") if device == "cpu" else plan, preset(recipe.method))
+    return Planner(Plan(gpu="cpu" if device == "cpu" else "h200"), recipe)
 
 
 def measure(recipe: Recipe, device: str) -> list[dict[str, Any]]:

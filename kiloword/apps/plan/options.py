@@ -1,17 +1,12 @@
-"""Options of the verb plan, and data sheets of GPUs. No torch at import, so that help is instant."""
+"""Options of the verb plan beside those of `train`, and data sheets of GPUs. No torch at import."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Literal
 
-from tyro.conf import arg
-
-from kiloword.config.options import RecipeFlags
-from kiloword.config.recipes import NO_MICRO, ModelConfig, OptimConfig
-from kiloword.config.settings import ABOVE_0, BaseSettings, about, setting
-from kiloword.config.settings import check as check_settings
+from kiloword.config.settings import ABOVE_0, BaseSettings, setting
 
 GIB = 2.0**30
 
@@ -42,6 +37,8 @@ CARDS = {
 class Plan(BaseSettings):
     """Memory, time and traffic of a run before machines are rented, and which layouts fit.
 
+    Flags of `kiloword train` say what the run is: --size (default: b16), --batch (1024), --recipe, --settings.NAME.
+
     Examples:
       kiloword plan siglip --size b16 --gpus 8 --batch 8192 --samples 1e9 --gpu h100
       kiloword plan llip --size g14 --gpus 256 --batch 32768 --samples 12.8e9 --gpu a100-80 --settings.k 64
@@ -50,23 +47,8 @@ class Plan(BaseSettings):
       kiloword plan sycoca --gpus 16 --batch 2048 --samples 2.4e8 --flops 400 --memory 64 --bandwidth 50
     """
 
-    common: ClassVar[dict[str, str]] = {
-        "recipe": "recipe config",
-        "length": "samples batch tokens captions",
-        "model": "size image-tower text-tower",
-        "hardware": "gpus gpu flops memory bandwidth utilisation",
-        "execution": "parallel checkpointing micro precision",
-        "results": "json",
-    }
-
-    size: str = setting("b16", "size of the towers (`kiloword sizes` lists them)")
-    image_tower: str = setting("", "image tower of another library, frozen, as in `train`")
-    text_tower: str = setting("", "text tower of another library, frozen, as in `train`")
     gpus: int = setting(1, "number of GPUs", 1)
-    batch: int = setting(1024, "images in a step, over all GPUs", 1)
-    samples: Annotated[float, arg(help_behavior_hint="(required)")] = setting(
-        0.0, "images seen in training, such as 12.8e9", 1
-    )
+    samples: float | None = setting(None, "images seen in training, such as 12.8e9; or give --steps", 1)
     gpu: Literal["h200", "h100", "a100-80", "a100-40", "4090", "cpu"] = setting("h200", "the data sheet")
     flops: float | None = setting(None, "TFLOP/s of one GPU in --precision, instead of the data sheet's", ABOVE_0)
     memory: float | None = setting(None, "memory of one GPU in GiB", ABOVE_0)
@@ -78,37 +60,12 @@ class Plan(BaseSettings):
         "auto", "ddp: replicated weights; fsdp: sharded; auto: the fastest that fits"
     )
     checkpointing: Literal["auto", "none", "whole", "selective"] = setting("auto", "as in `train`; auto: the fastest")
-    micro: int = setting(0, "images in a micro-batch; 0: as many as fit", 0)
-    precision: Literal["fp32", "bf16"] = setting("bf16", "precision of the computation")
     tokens: float = setting(20.0, "mean number of tokens of a caption, start and end included", 1)
     captions: int = setting(0, "captions per image; 0: one, or six if the method takes all", 0)
-    origin: RecipeFlags = field(default_factory=RecipeFlags, metadata=about(flag=""))
     json: Path | None = setting(None, "write all figures to this file")
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
 
-
-def check(plan: Plan) -> None:
-    """Raises: ValueError for a run that cannot be planned."""
-    if not plan.samples:
-        raise ValueError("plan needs the length of the run: give --samples, images seen in all, such as 1.28e9.")
-    check_settings(plan)
-    share, rest = divmod(plan.batch, plan.gpus)
-    if rest or (plan.micro and share % plan.micro):
-        raise ValueError(
-            f"--batch {plan.batch} does not divide over --gpus {plan.gpus} and their --micro {plan.micro}."
-        )
-    if plan.micro not in (0, share) and plan.model.image.tower != "vit":
-        raise ValueError(f"--micro {plan.micro} splits a GPU's share of {share} images, but {NO_MICRO}")
-
-
-def card(plan: Plan) -> Card:
-    """The card of the table with the plan's own values."""
-    sheet, changed = CARDS[plan.gpu], dict[str, float]()
-    if plan.flops:
-        changed["flops" if plan.precision == "bf16" else "flops_fp32"] = plan.flops * 1e12
-    if plan.memory:
-        changed["memory"] = plan.memory * GIB
-    if plan.bandwidth:
-        changed["link"] = changed["network"] = plan.bandwidth * 1e9
-    return replace(sheet, **changed)
+    def card(self, flops: str) -> Card:
+        """The data sheet with the plan's own values. Args: flops: the field that --flops replaces."""
+        own = {flops: (self.flops, 1e12), "memory": (self.memory, GIB)}
+        own |= dict.fromkeys(("link", "network"), (self.bandwidth, 1e9))
+        return replace(CARDS[self.gpu], **{name: value * unit for name, (value, unit) in own.items() if value})

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from kiloword.apps.plan.options import GIB, Plan, card
+from kiloword.apps.plan.options import GIB, Plan
 from kiloword.apps.plan.simulation import MicroBatch, Simulation
+from kiloword.config.recipes import NO_MICRO, Recipe
 from kiloword.files import write_json
 from kiloword.methods.method import Method
-from kiloword.report import Block, Table, say_blocks
+from kiloword.methods.registry import preset
+from kiloword.report import Table, say_blocks
 from kiloword.terminal import say
 from kiloword.training.engine import BUCKET, units
-from kiloword.types import Batch, BatchInputs, Input, TextGroup, Texts
+from kiloword.types import Batch, BatchInputs, TextGroup, Texts
 
 CAPTIONS = 6  # of methods that take all: one from the web and five generated ones (arXiv:2405.10286)
 QUESTION = 12  # tokens
@@ -51,53 +53,59 @@ class Option:
 
 
 class Planner:
-    """A request made concrete: a learner without content, one GPU's share, a card."""
+    """A run made concrete: a learner without content, one GPU's share, a card. Args: method: None: the recipe's.
 
-    def __init__(self, plan: Plan, method: Method) -> None:
-        self.plan, self.method, self.card = plan, method, card(plan)
-        self.speed = self.card.flops if plan.precision == "bf16" else self.card.flops_fp32
-        self._simulations: dict[str, Simulation] = {}
-        self._counted: dict[tuple[str, int], MicroBatch] = {}
-        self.learner = self.simulation("none").learner
+    Raises: ValueError for a batch that does not divide.
+    """
+
+    def __init__(self, plan: Plan, recipe: Recipe, method: Method | None = None) -> None:
+        self.images, rest = divmod(recipe.batch, plan.gpus)
+        if rest or (recipe.micro and self.images % recipe.micro):
+            raise ValueError(
+                f"--batch {recipe.batch} does not divide over --gpus {plan.gpus} and their --micro {recipe.micro}."
+            )
+        if recipe.micro not in (0, self.images) and recipe.model.image.tower != "vit":
+            raise ValueError(f"--micro {recipe.micro} splits a GPU's share of {self.images} images, but {NO_MICRO}")
+        self.plan, self.recipe = plan, recipe
+        self.method = method = method or preset(recipe.method, recipe.settings)
+        self.half = recipe.precision in ("auto", "bf16")
+        sheet = "flops" if self.half else "flops_fp32"
+        self.card = plan.card(sheet)
+        self.speed: float = getattr(self.card, sheet)
+        device = "cpu" if plan.gpu == "cpu" else "cuda"
+        self.simulation = Simulation(recipe.model, method, recipe.optim, device, "bf16" if self.half else "fp32")
+        self.micro_batch = cache(self._micro_batch)
+        self.learner = self.simulation.learner
         self.parameters = sum(p.numel() for p in self.learner.parameters())
         text, every = self.learner.model.config.text, CAPTIONS if method.captions == "all" else 1
         self.captions = plan.captions or (method.captions if isinstance(method.captions, int) else every)
         tokens = text.context if text.pad_to_context else plan.tokens + len(text.extra_tokens)
         self.tokens = min(tokens, text.context)  # of a caption in the tower, on average
-        self.images = plan.batch // plan.gpus
 
-    def simulation(self, kind: Any) -> Simulation:
-        """The learner with a kind of activation checkpointing."""
-        if kind not in self._simulations:
-            plan, device = self.plan, "cpu" if self.plan.gpu == "cpu" else "cuda"
-            self._simulations[kind] = Simulation(plan.model, self.method, plan.optim, device, plan.precision, kind)
-        return self._simulations[kind]
-
-    def micro_batch(self, kind: str, images: int) -> MicroBatch:
-        """What a micro-batch takes."""
-        if (kind, images) not in self._counted:
-            self._counted[kind, images] = self.simulation(kind).micro_batch(self.batch(images))
-        return self._counted[kind, images]
+    def _micro_batch(self, kind: Any, images: int) -> MicroBatch:
+        """What a micro-batch takes with a kind of activation checkpointing."""
+        return self.simulation.micro_batch(self.batch(images), kind)
 
     def batch(self, images: int) -> Batch:
         """A batch of which shapes alone count; captions have many lengths around the mean."""
         config, needs, numbers = self.learner.model.config, self.method.needs, torch.arange(images)
-        text, n = config.text, images * self.captions
+        text, n, empty = config.text, images * self.captions, self.simulation.empty
         tail = [text.special["end"], *(text.special[name] for name in text.extra_tokens)]
         word, middle = max(text.special.values()) + 1, round(self.tokens) - 1 - len(tail)  # words of a caption
         spread = min(middle, text.context - round(self.tokens))  # both ways
         words = [[word] * (middle - spread + int(row * 0.618 % 1 * (2 * spread + 1))) for row in range(n)]
         texts = Texts.pack([[text.special["start"], *ids, *tail] for ids in words])
-        empty, teachers = self.simulation("none").empty, [name for name in needs if name not in ("questions", "truth")]
+        teachers = [name for name in needs if name not in ("questions", "truth")]
         of_texts = {name: empty(n, TEACHER) for name in teachers}
         if "truth" in needs:
-            of_texts["truth"] = empty(n, self.plan.batch, dtype=torch.bool)
+            of_texts["truth"] = empty(n, self.recipe.batch, dtype=torch.bool)
 
-        def made(one: Input) -> Tensor | TextGroup:
-            if one.shape is None:  # one text an image, as long as captions
-                return TextGroup(texts.cut(0, images), numbers)
-            return empty(images, *one.shape(config), dtype=torch.uint8)
-
+        inputs = {
+            name: TextGroup(texts.cut(0, images), numbers)  # one an image, as long as captions
+            if one.shape is None
+            else empty(images, *one.shape(config), dtype=torch.uint8)
+            for name, one in self.method.inputs.items()
+        }
         return Batch(
             images=empty(images, 3, config.image.size, config.image.size, dtype=torch.uint8),
             texts=texts,
@@ -108,21 +116,20 @@ class Planner:
             image_features={f"{t}{end}": empty(images, TEACHER) for t in teachers for end in ("", ".texts")},
             text_features=of_texts,
             questions=Texts.pack([[word] * QUESTION] * images) if "questions" in needs else None,
-            inputs=BatchInputs({name: made(one) for name, one in self.method.inputs.items()}),
+            inputs=BatchInputs(inputs),
         )
 
     @cached_property
     def pairs(self) -> tuple[float, float]:
         """FLOP and bytes of the pair losses of one GPU."""
-        self.micro_batch("none", self.images)
-        return self.simulation("none").pair_losses(self.images, self.plan.batch)
+        return self.simulation.pair_losses(self.micro_batch("none", self.images), self.images, self.recipe.batch)
 
     @cached_property
     def inference(self) -> dict[str, float]:
         """FLOP of zero-shot classification of an image among 1,000 classes, each with one prompt: "image" and "texts"
         to encode it and all prompts, "scores" of the image with all classes."""
         images, prompts, flop = self.batch(1).images, self.batch(CLASSES).texts.cut(0, CLASSES), dict[str, float]()
-        model, simulation = self.learner.model, self.simulation("none")
+        model, simulation = self.learner.model, self.simulation
         with simulation.counted() as count, torch.no_grad(), simulation.precision():
             image = model.encode_image(images)[1]
             flop["image"] = count.flop()
@@ -140,14 +147,15 @@ class Planner:
         plan, card, micro, pairs = self.plan, self.card, self.micro_batch(kind, self.images // n), self.pairs[0]
         flop = {name: n * x for name, x in micro.flop.items()} | {"pair losses": pairs}
         flop["first pass of micro-batches"] = flop["towers"] if n > 1 and pairs else 0.0
-        flop["optimizer"] = self.simulation(kind).update
+        flop["optimizer"] = self.simulation.update
         memory, traffic = self._memory(parallel, micro, n)
         arithmetic = ((sum(flop.values()) - pairs) / self.speed + pairs / card.flops_fp32) / plan.utilisation
         seconds = max(arithmetic, traffic / (card.link if plan.gpus <= NODE else card.network))
-        days, held = plan.samples / plan.batch * seconds / 86400, sum(memory.values())
+        batch, held = self.recipe.batch, sum(memory.values())
+        days = (plan.samples or 0) / batch * seconds / 86400
         return Option(
             parallel, kind, self.images // n, n, held <= card.memory, held, memory, flop, traffic, seconds,
-            plan.batch / seconds, days, 24 * days * plan.gpus,
+            batch / seconds, days, 24 * days * plan.gpus,
         )  # fmt: skip
 
     def _memory(self, parallel: str, micro: MicroBatch, n: int) -> tuple[dict[str, float], float]:
@@ -159,7 +167,7 @@ class Planner:
         activations are freed: counted is by how much they are more.
         """
         plan, gpus, model = self.plan, self.plan.gpus, self.learner.model
-        half, fsdp = 2 if plan.precision == "bf16" else 4, parallel == "fsdp"
+        half, fsdp = 2 if self.half else 4, parallel == "fsdp"
         total, trained = self.parameters, sum(p.numel() for p in self.learner.parameters() if p.requires_grad)
         sharded = _matrices(model) - _matrices(model.head)
         part = 1 - sharded / total * (1 - 1 / gpus) if fsdp else 1.0
@@ -167,8 +175,8 @@ class Planner:
         sizes = {
             "weights": 4 * part * total,
             "gradients": max(0.0, gradients - micro.activations) if gpus == n == 1 else gradients,
-            "optimizer states": part * self.simulation("none").states,
-            "average of weights": gradients if plan.optim.ema else 0.0,
+            "optimizer states": part * self.simulation.states,
+            "average of weights": gradients if self.recipe.optim.ema else 0.0,
             "gathered by fsdp": (3.0 * half + 4) * max(map(_matrices, units(model))) if fsdp else 0.0,
             "communication buckets": 8.0 * BUCKET if gpus > 1 else 0.0,
             "activations": micro.activations,
@@ -185,13 +193,12 @@ class Planner:
     def options(self) -> list[Option]:
         """Every way that the request leaves open, each with the fewest micro-batches that fit, or the most there are;
         those that fit first, then by speed, then by memory."""
-        plan, share, options = self.plan, self.images, list[Option]()
+        plan, share, micro, options = self.plan, self.images, self.recipe.micro, list[Option]()
         several = ["ddp", "fsdp"] if plan.gpus > 1 else ["ddp"]
         ways = several if plan.parallel == "auto" else [plan.parallel]
         kinds = ["none", "selective", "whole"] if plan.checkpointing == "auto" else [plan.checkpointing]
-        numbers = [share // plan.micro] if plan.micro else [n for n in range(1, share + 1) if share % n == 0]
-        if plan.model.image.tower != "vit":  # batch norm sees the whole share
-            numbers = [1]
+        least = micro or (share if self.recipe.model.image.tower != "vit" else 1)  # batch norm sees the whole share
+        numbers = [n for n in range(share // (micro or share), share // least + 1) if share % n == 0]
         for way, kind in product(ways, kinds):
             for n in numbers:
                 option = self.option(way, kind, n)
@@ -208,30 +215,35 @@ def _matrices(module: nn.Module) -> int:
 
 def show(planner: Planner) -> None:
     """Print a plan, and write it where `--json` says. Raises: ValueError, after both, when nothing fits the card."""
-    plan, room, options = planner.plan, planner.card.memory / GIB, planner.options()
+    plan, recipe, room, options = planner.plan, planner.recipe, planner.card.memory / GIB, planner.options()
     best, pair = options[0], planner.images * 1e9
     speed = plan.utilisation * planner.speed / 1e3
-    cost = [[name, f"{n / 1e9:.4g}", f"{n / speed:.3g}"] for name, n in planner.inference.items()]
+    cost = [(name, f"{n / 1e9:.4g}", f"{n / speed:.3g}") for name, n in planner.inference.items()]
     rows = [
         (o.parallel, o.checkpointing, f"{o.micro} x {o.micro_batches}", o.bytes / GIB, "yes" if o.fits else "no",
          f"{sum(o.flop.values()) / pair:.4g}", f"{o.pairs_per_second:,.0f}", f"{o.days:.2f}", f"{o.gpu_hours:,.0f}")
         for o in options
     ]  # fmt: skip
     header = f"parallel|checkpointing|micro-batches|GiB of {room:g}|fits|GFLOP a pair|pairs/s|days|GPU hours"
-    blocks: list[Block] = []
-    for name, unit, one, parts in (
-        (f"a pair, captions {planner.captions} x {planner.tokens:g} tokens", "GFLOP", pair, best.flop),
-        (f"memory of a GPU: {best}", "GiB", GIB, best.memory),
-    ):
-        cells = {**parts, "total": sum(parts.values())}
-        blocks.append(Table([(name, value / one) for name, value in cells.items() if value], (name, unit)))
-    blocks += [Table(cost, (f"zero-shot among {CLASSES:,} classes", "GFLOP", "ms")), Table(rows, header.split("|"))]
+
+    def parts(name: str, unit: str, of: dict[str, float], one: float) -> Table:
+        cells = {**of, "total": sum(of.values())}
+        return Table([(part, value / one) for part, value in cells.items() if value], (name, unit))
+
     say(f"{planner.parameters / 1e6:.2f} million parameters")
-    say_blocks(blocks)
+    say_blocks(
+        [
+            parts(f"a pair, captions {planner.captions} x {planner.tokens:g} tokens", "GFLOP", best.flop, pair),
+            parts(f"memory of a GPU: {best}", "GiB", best.memory, GIB),
+            Table(cost, (f"zero-shot among {CLASSES:,} classes", "GFLOP", "ms")),
+            Table(rows, header.split("|")),
+        ]
+    )
     if plan.json is not None:
-        named = {name: getattr(plan, name) for name in ("size", "gpus", "gpu", "batch", "samples", "utilisation")}
+        named = {"method": planner.method.name, "size": recipe.size, "gpus": plan.gpus, "gpu": plan.gpu}
+        named |= {"batch": recipe.batch, "samples": plan.samples, "utilisation": plan.utilisation}
         named |= {name: getattr(planner, name) for name in ("tokens", "captions", "parameters", "inference")}
-        write_json(plan.json, {"method": planner.method.name, **named, "options": [asdict(o) for o in options]})
+        write_json(plan.json, {**named, "options": [asdict(o) for o in options]})
     if not best.fits:
         raise ValueError(
             f"nothing fits: {best} takes {best.bytes / GIB:.1f} GiB of {room:g}. Take more --gpus (fsdp divides "

@@ -32,34 +32,18 @@ from kiloword.distributed.device import precision_of, simulated
 from kiloword.losses.pairs import Blocks, learns
 from kiloword.methods.method import Method
 from kiloword.model.trunks.trunk import trunks
-from kiloword.training.compilation import recompute
+from kiloword.training.compilation import recompute, recomputed_blocks
 from kiloword.training.optimizer import Optimizer
 from kiloword.training.step import learner_of
 from kiloword.types import Batch, Features
 
 ATEN, PACKED = torch.ops.aten, torch.ops.torch_attn
-
-
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, *_: Any, **__: Any) -> float:
-    """FLOP of attention of packed sequences; torch's own formula takes seconds, as it visits every sequence."""
-    return 4.0 * prod(q.shape[1:]) * int((starts_q.diff().double() * starts_k.diff()).sum())
-
-
-def packed_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, **_: Any
-) -> float:
-    """FLOP of its backward pass: five products for two."""
-    return 2.5 * packed_attention(q, k, v, *rest)
-
-
 FLASH = ATEN._scaled_dot_product_flash_attention, ATEN._scaled_dot_product_flash_attention_backward
-FORMULAS = {  # of operations that torch's counter does not know (in place, attention on a CPU) or is slow at
+FORMULAS = {  # of operations that torch's counter does not know: in place, attention on a CPU
     ATEN.addmm_: flop_registry[ATEN.addmm],
     ATEN.baddbmm_: flop_registry[ATEN.baddbmm],
     ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[FLASH[0]],
     ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[FLASH[1]],
-    PACKED._varlen_attn: packed_attention,
-    PACKED._varlen_attn_backward: packed_backward,
 }
 
 
@@ -122,22 +106,19 @@ class MicroBatch:
     flop: dict[str, float]  # "towers", each term, "backward"
     activations: float  # bytes that wait for the backward pass
     temporary: float  # bytes beside them, at the fullest moment of both passes
+    sides: dict[str, list[tuple[Features, float]]]  # one row and column of every pair loss, and their numbers an image
 
 
 class Simulation:
     """A learner without content, and an optimizer of its weights.
 
     Args: device: "cpu" or "cuda", whose kernels and sizes of blocks are simulated; precision: of the run.
-    Attributes: states: bytes of the optimizer's; update: FLOP of its step; sides: one row and one column of every pair
-    loss, and their numbers an image.
+    Attributes: states: bytes of the optimizer's; update: FLOP of its step.
     """
 
-    def __init__(
-        self, config: ModelConfig, method: Method, optim: OptimConfig, device: str, precision: str, kind: Checkpointing
-    ) -> None:
+    def __init__(self, config: ModelConfig, method: Method, optim: OptimConfig, device: str, precision: str) -> None:
         self.device, self.precision = device, precision_of(precision, "cpu")
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.sides: dict[str, list[tuple[Features, float]]] = {}
         with self.mode:
             self.learner = learner_of(config, method, "cpu")
         self.learner.done = 0.5  # where losses that have a window are computed
@@ -151,8 +132,8 @@ class Simulation:
             optimizer.step(0)
             self.states, self.update = sum(x.nbytes for x in optimizer.state_dict().values()), count.flop()
         for p in trained:  # gradients are counted apart
+            p.grad = None
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # type: ignore[no-untyped-call]
-        recompute(self.learner.model, kind)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A tensor without content."""
@@ -169,9 +150,12 @@ class Simulation:
         except (DataDependentOutputException, DynamicOutputShapeException) as e:
             raise ValueError(f"a loss of {self.learner.method.name} reads values, so it cannot be planned.") from e
 
-    def micro_batch(self, batch: Batch) -> MicroBatch:
+    def micro_batch(self, batch: Batch, kind: Checkpointing) -> MicroBatch:
         """Count a micro-batch forward and backward; its images and precomputed features need no content."""
-        learner, n, flop, roots = self.learner, len(batch), dict[str, float](), list[Tensor]()
+        learner, flop, roots, sides = self.learner, dict[str, float](), list[Tensor](), {}
+        for block in recomputed_blocks(learner.model):
+            vars(block).pop("forward", None)  # of another kind
+        recompute(learner.model, kind)
         with self.counted() as count:
             with self.precision():
                 batch = learner.above_trunks(batch)
@@ -182,25 +166,25 @@ class Simulation:
                     roots.append(term(learner.model, batch, encoded))
                     flop[name.replace("_", " ")] = count.flop()
             for name, pair in inputs.items():
-                sides = pair.rows, {**pair.columns, **pair.constants}
-                self.sides[name] = [(like(side, 1), len(side["vec"]) / n) for side in sides]
-                roots += [x for side in sides for x in side.values()]
-                del pair, sides
+                both = pair.rows, {**pair.columns, **pair.constants}
+                sides[name] = [(like(side, 1), len(side["vec"]) / len(batch)) for side in both]
+                roots += [x for side in both for x in side.values()]
+                del pair, both
             roots = list({id(x): x for x in roots if x.requires_grad}.values())
             del encoded, inputs
             activations = count.alive
             torch.autograd.backward(roots, [torch.empty_like(x) for x in roots])
             flop["backward"] = count.flop()
-        return MicroBatch(flop, activations, count.peak - activations)
+        return MicroBatch(flop, activations, count.peak - activations, sides)
 
-    def pair_losses(self, images: int, all_images: int) -> tuple[float, float]:
-        """FLOP and bytes of the pair losses of one GPU's images with the texts of all, after `micro_batch`.
+    def pair_losses(self, micro: MicroBatch, images: int, all_images: int) -> tuple[float, float]:
+        """FLOP and bytes of the pair losses of one GPU's images with the texts of all.
 
         Bytes: of features, the sums of their gradients, these scaled by the gradient of the loss, and one block.
         """
         flop = 0.0
         with self.counted() as count:
-            for name, ((row, rows), (column, columns)) in self.sides.items():
+            for name, ((row, rows), (column, columns)) in micro.sides.items():
                 contrast: Any = self.learner.contrasts[name]
                 made = like(row, round(rows * images)), like(column, round(columns * all_images))
                 pairs = FirstBlock(contrast.head, *made, 0)

@@ -87,32 +87,30 @@ class Sweep:
 
         sets = open_sets(options.eval, "questions" in preset(training.words.method).needs, None, "--eval")
         with Lock(options.out, "sweeping in"):
-            known: dict[str, Arm] = {
-                arm["name"]: arm for arm in read_object(options.out / "sweep.json").get("arms", [])
-            }
-            todo = [arm for arm in arms if not self._counts(known.get(arm["name"], {}))]
+            earlier = [arm for arm in read_object(options.out / "sweep.json").get("arms", []) if "metrics" in arm]
+            start, evaluated = [*self.words], [*options.eval]
+            alike = [a for a in earlier if a["command"][: len(start)] == start and a["eval"] == evaluated]
+            done = {arm["name"]: arm for arm in alike}
+            todo = [arm for arm in arms if arm["name"] not in done]
             say(f"{len(arms) - len(todo)} of {len(arms)} arms are finished, {len(todo)} to do")
+            if len(earlier) > len(alike):
+                say(f"omitted: {len(earlier) - len(alike)} arms of other flags or another --eval")
             for arm in todo:
                 say(f"arm {arm['name']}")
                 try:
-                    known[arm["name"]] = arm | {"metrics": _metrics(arm, options.out / arm["name"], sets)}
+                    arm["metrics"] = _metrics(arm, options.out / arm["name"], sets)
                 except Stopped:
                     raise
                 except Exception as e:
-                    known[arm["name"]] = arm | {"error": sentence_of(e) or f"{type(e).__name__}: {e}"}
-                    warn(f"arm {arm['name']} failed: {known[arm['name']]['error']}")
-                self._write(known)
+                    arm["error"] = sentence_of(e) or f"{type(e).__name__}: {e}"
+                    warn(f"arm {arm['name']} failed: {arm['error']}")
+                done[arm["name"]] = arm
+                self._write([*done.values()])
                 gc.collect()
-            table = self._write(known)
+            table = self._write([*done.values()])
         say_blocks([table])
-        counted = [arm["metrics"] for arm in known.values() if self._counts(arm)]
-        if omitted := sum("metrics" in arm for arm in known.values()) - len(counted):
-            say(f"omitted: {omitted} arms of other flags or another --eval")
-        if unknown := set(options.metric).difference(*counted):
-            names = ", ".join(sorted(set().union(*counted)))
-            warn(f"no arm has --metric {', '.join(sorted(unknown))}: expected one of {names}")
         say(f"page: {options.out / 'sweep.html'}")
-        if failed := [arm["name"] for arm in arms if "error" in known[arm["name"]]]:
+        if failed := [arm["name"] for arm in todo if "error" in arm]:
             say(f"{len(failed)} of {len(arms)} arms failed: {', '.join(failed)}")
             raise SystemExit(1)
 
@@ -123,9 +121,7 @@ class Sweep:
             name, _, joined = word.removeprefix("--").partition("=")
             name, values = name.replace("_", "-"), joined.split(",")
             if not joined or name in ("seed", "out", "dry-run"):
-                hint = " --seeds sets the seeds." if name == "seed" else ""
-                expected = "expected a setting of train with its values, as settings.k=1,16,32."
-                raise ValueError(f"--vary {word}: {expected}{hint}")
+                raise ValueError(f"--vary {word}: expected SETTING=VALUES, as settings.k=1,16; --seeds sets the seeds.")
             if name in settings or len({*values}) < len(values):
                 raise ValueError(f"--vary {word}: a setting or a value is given twice.")
             settings[name] = values
@@ -145,19 +141,15 @@ class Sweep:
             arms.append({"name": name, "values": varied, "seed": seed, **evaluated})
         return arms
 
-    def _counts(self, arm: Arm) -> bool:
-        """Whether an arm of sweep.json is finished, by the same flags and evaluation."""
-        same = arm.get("command", [])[: len(self.words)] == self.words and arm.get("eval") == [*self.options.eval]
-        return same and "metrics" in arm
-
-    def _write(self, known: dict[str, Arm]) -> Table:
+    def _write(self, arms: Sequence[Arm]) -> Table:
         """Write sweep.json and sweep.html. Returns: the table, a row for each combination of values."""
         out, alike = self.options.out, dict[tuple[tuple[str, str], ...], list[dict[str, float]]]()
-        for arm in filter(self._counts, known.values()):
-            alike.setdefault(tuple(arm["values"].items()), []).append(arm["metrics"])
+        for arm in arms:
+            if "metrics" in arm:
+                alike.setdefault(tuple(arm["values"].items()), []).append(arm["metrics"])
         groups = [(dict(values), cells_of(runs)) for values, runs in alike.items()]
         plain = [{"values": values, "metrics": {n: asdict(c) for n, c in cells.items()}} for values, cells in groups]
-        write_json(out / "sweep.json", {"format": "kiloword-sweep-1", "arms": [*known.values()], "table": plain})
+        write_json(out / "sweep.json", {"format": "kiloword-sweep-1", "arms": arms, "table": plain})
         names = dict.fromkeys(name for _, cells in groups for name in cells)
         metrics = self.options.metric or [name for name in names if f"/{name}".endswith(MAIN)] or ["loss"]
         rows = [

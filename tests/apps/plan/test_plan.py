@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 from cases import mostly_slow
 from kiloword.apps.plan.command import read
-from kiloword.apps.plan.options import CARDS, Plan, card
+from kiloword.apps.plan.options import CARDS, Plan
 from kiloword.apps.plan.planner import CLASSES, Planner
-from kiloword.apps.plan.simulation import PACKED, packed_attention, packed_backward
 from kiloword.cli.main import main
 from kiloword.config import papers
-from kiloword.config.recipes import ModelConfig, sizes
+from kiloword.config.recipes import ModelConfig, Recipe, sizes
 from kiloword.methods.method import Method, Part, Term
 from kiloword.methods.registry import names, preset
 from kiloword.model.model import Model
@@ -75,15 +74,6 @@ def test_padded_pairs_cost_what_is_published() -> None:
     assert flop["backward"] == pytest.approx(2 * flop["towers"], rel=0.03)
 
 
-def test_packed_attention_is_counted_as_torch_counts_it() -> None:
-    q, out, lse = torch.zeros(9, 2, 8), torch.zeros(9, 2, 8), torch.zeros(2, 9)
-    starts = torch.tensor([0, 2, 3, 9], dtype=torch.int32)
-    packed = q, q, q, starts, starts, 6, 6
-    assert packed_attention(*packed) == flop_registry[PACKED._varlen_attn](*packed) == 4 * 16 * (4 + 1 + 36)
-    backward = q, q, q, q, out, lse, starts, starts, 6, 6
-    assert packed_backward(*backward) == flop_registry[PACKED._varlen_attn_backward](*backward)
-
-
 def test_newton_schulz_is_counted_as_torch_counts_it() -> None:
     found = planner("siglip --size debug --batch 2 --optim.name muon --checkpointing none")
     model, shapes = found.learner.model, list[tuple[int, int]]()
@@ -93,7 +83,7 @@ def test_newton_schulz_is_counted_as_torch_counts_it() -> None:
     with FlopCounterMode(display=False) as counter:
         for shape in shapes:
             orthogonal(torch.randn(1, *shape))
-    assert found.simulation("none").update == counter.get_total_flops()
+    assert found.simulation.update == counter.get_total_flops()
 
 
 class Brightness(Term):
@@ -127,10 +117,10 @@ def test_a_method_that_kiloword_does_not_know_is_planned() -> None:
     asked = planner("siglip --size debug --batch 6")
     config = sizes()["debug"].image
     tokens = 6 * (1 + (config.size // config.patch) ** 2)
-    flop = Planner(asked.plan, strange(False)).micro_batch("none", 6).flop
+    flop = Planner(asked.plan, asked.recipe, strange(False)).micro_batch("none", 6).flop
     assert flop["brightness"] == 2 * tokens * (2 * config.width**2 + 2 * config.width)
     with pytest.raises(ValueError, match="strange reads values"):
-        Planner(asked.plan, strange(True)).options()
+        Planner(asked.plan, asked.recipe, strange(True)).options()
 
 
 @pytest.mark.slow
@@ -160,8 +150,8 @@ def test_a_frozen_trunk_has_no_gradients_and_no_backward_pass() -> None:
     flop = found.micro_batch("none", 4).flop
     assert flop["towers"] > counter.get_total_flops()
     assert flop["backward"] < 2 * flop["towers"] - 1.9 * counter.get_total_flops()
-    plan = Plan(model=on_trunk.config("frozen"), batch=32, samples=1e4, gpu="cpu", precision="fp32", micro=8)
-    on_map = Planner(plan, preset("siglip"))
+    recipe = Recipe(method="siglip", model=on_trunk.config("frozen"), batch=32)
+    on_map = Planner(Plan(gpu="cpu"), recipe)
     frozen = sum(p.numel() for p in on_map.learner.parameters() if not p.requires_grad)
     held = on_map.option("ddp", "none", 4).memory
     assert held["weights"] - held["gradients"] == 4 * frozen > 0
@@ -210,12 +200,15 @@ def test_what_does_not_fit_is_an_error_after_the_tables(capsys: pytest.CaptureFi
 
 
 def test_plan_of_a_recipe() -> None:
-    plan = read(["--recipe", "fff-cc3m-b16", "--gpus", "2"]).plan
-    assert (plan.gpus, plan.gpu, plan.captions, plan.batch, plan.precision) == (2, "a100-40", 6, 8096, "bf16")
+    asked = read(["--recipe", "fff-cc3m-b16", "--gpus", "2"])
+    plan, recipe = asked.plan, asked.recipe
+    assert (plan.gpus, plan.gpu, plan.captions, recipe.batch, recipe.precision) == (2, "a100-40", 6, 8096, "bf16")
     assert plan.samples == 32 * 2_876_999
-    assert (plan.model.image.patch, plan.model.text.context, plan.optim.weight_decay) == (16, 77, 0.5)
-    asked = read(["--recipe", "llip-b16", "--size", "debug", "--batch", "64", "--gpus", "1"])
-    assert (asked.plan.model.image.size, asked.plan.samples, asked.settings["k"]) == (32, 12_800_000_000, 64)
+    assert (recipe.model.image.patch, recipe.model.text.context, recipe.optim.weight_decay) == (16, 77, 0.5)
+    small = read(["--recipe", "llip-b16", "--size", "debug", "--batch", "64", "--gpus", "1"])
+    assert (small.recipe.model.image.size, small.plan.samples, small.recipe.settings["k"]) == (32, 12_800_000_000, 64)
+    steps = read(["clip", "--steps", "10"])
+    assert (steps.plan.samples, steps.recipe.size) == (10_240, "b16")
 
 
 @pytest.mark.parametrize("name", [name for name in papers.names() if papers.load(name).paper != "this project"])
@@ -226,9 +219,11 @@ def test_facts_of_each_paper(name: str) -> None:
 
 
 def test_own_values_of_a_card() -> None:
-    plan = Plan(samples=1, gpu="h100", flops=100, bandwidth=7, precision="fp32")
-    assert card(plan) == replace(CARDS["h100"], flops_fp32=1e14, link=7e9, network=7e9)
-    assert card(replace(plan, precision="bf16", memory=3)).flops == 1e14
+    plan = Plan(gpu="h100", flops=100, bandwidth=7)
+    assert plan.card("flops_fp32") == replace(CARDS["h100"], flops_fp32=1e14, link=7e9, network=7e9)
+    assert replace(plan, memory=3).card("flops") == replace(
+        CARDS["h100"], flops=1e14, link=7e9, network=7e9, memory=3 * 2**30
+    )
 
 
 @pytest.mark.parametrize(
@@ -240,6 +235,8 @@ def test_own_values_of_a_card() -> None:
         ("siglip --samples 1e9 --gpu b200", "b200"),
         ("siglip --samples 1e9 --flops nan", "flops"),
         ("siglip --samples 1e9 --size huge", "unknown size"),
+        ("siglip --samples 1e9 --epochs 2", "--epochs"),
+        ("siglip --samples 1e9 --freeze image", "--freeze"),
         ("siglip --samples 1e9 --image-tower efficientnet-lite1", "efficientnet-lite1"),
         ("--samples 1e9", "needs a method"),
         ("--config mine.toml", "--samples"),
