@@ -87,14 +87,10 @@ class Sweep:
 
         sets = open_sets(options.eval, "questions" in preset(training.words.method).needs, None, "--eval")
         with Lock(options.out, "sweeping in"):
-            earlier = [arm for arm in read_object(options.out / "sweep.json").get("arms", []) if "metrics" in arm]
-            start, evaluated = [*self.words], [*options.eval]
-            alike = [a for a in earlier if a["command"][: len(start)] == start and a["eval"] == evaluated]
-            done = {arm["name"]: arm for arm in alike}
-            todo = [arm for arm in arms if arm["name"] not in done]
+            earlier = read_object(options.out / "sweep.json").get("arms", [])
+            known = {arm["name"]: arm for arm in earlier}
+            todo = [arm for arm in arms if not self._counts(known.get(arm["name"], {}))]
             say(f"{len(arms) - len(todo)} of {len(arms)} arms are finished, {len(todo)} to do")
-            if len(earlier) > len(alike):
-                say(f"omitted: {len(earlier) - len(alike)} arms of other flags or another --eval")
             for arm in todo:
                 say(f"arm {arm['name']}")
                 try:
@@ -104,11 +100,13 @@ class Sweep:
                 except Exception as e:
                     arm["error"] = sentence_of(e) or f"{type(e).__name__}: {e}"
                     warn(f"arm {arm['name']} failed: {arm['error']}")
-                done[arm["name"]] = arm
-                self._write([*done.values()])
+                known[arm["name"]] = arm
+                self._write([*known.values()])
                 gc.collect()
-            table = self._write([*done.values()])
+            table = self._write([*known.values()])
         say_blocks([table])
+        if omitted := sum("metrics" in arm and not self._counts(arm) for arm in known.values()):
+            say(f"omitted: {omitted} arms of other flags or another --eval")
         say(f"page: {options.out / 'sweep.html'}")
         if failed := [arm["name"] for arm in todo if "error" in arm]:
             say(f"{len(failed)} of {len(arms)} arms failed: {', '.join(failed)}")
@@ -141,12 +139,16 @@ class Sweep:
             arms.append({"name": name, "values": varied, "seed": seed, **evaluated})
         return arms
 
+    def _counts(self, arm: Arm) -> bool:
+        """Whether an arm of sweep.json is finished, by the same flags and evaluation."""
+        same = arm.get("command", [])[: len(self.words)] == self.words and arm.get("eval") == [*self.options.eval]
+        return same and "metrics" in arm
+
     def _write(self, arms: Sequence[Arm]) -> Table:
         """Write sweep.json and sweep.html. Returns: the table, a row for each combination of values."""
         out, alike = self.options.out, dict[tuple[tuple[str, str], ...], list[dict[str, float]]]()
-        for arm in arms:
-            if "metrics" in arm:
-                alike.setdefault(tuple(arm["values"].items()), []).append(arm["metrics"])
+        for arm in filter(self._counts, arms):
+            alike.setdefault(tuple(arm["values"].items()), []).append(arm["metrics"])
         groups = [(dict(values), cells_of(runs)) for values, runs in alike.items()]
         plain = [{"values": values, "metrics": {n: asdict(c) for n, c in cells.items()}} for values, cells in groups]
         write_json(out / "sweep.json", {"format": "kiloword-sweep-1", "arms": arms, "table": plain})
