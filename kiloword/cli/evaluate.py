@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import field, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 from tyro.conf import Positional, arg
 
-from kiloword.config.execution import REQUIRED, Flat, Some
+from kiloword.config.execution import REQUIRED
 from kiloword.evaluation import TASKS, find
-from kiloword.evaluation.command import Execution, Output
+from kiloword.evaluation.command import MODELS, Evaluate, EvaluateSuite, Execution
 from kiloword.evaluation.suite import names
 from kiloword.evaluation.task import Task
 from kiloword.terminal import say
-
-MODELS = "MODEL [MODEL ...]"
-
-
-class Evaluate:
-    """The words of `eval TASK`, read; the fields are those of `flags`."""
-
-    task: Task
-
-    def run(self) -> None:
-        """Evaluate, print, and write what is asked for."""
-        from kiloword.evaluation.command import main
-
-        words: Any = self
-        main(self.task, words.models, words.data, words.options, words.execution, words.json, words.html)
 
 
 def flags(task: Task) -> type:
@@ -45,25 +30,6 @@ def flags(task: Task) -> type:
         ("execution", Annotated[Execution, arg(name="")], field(default_factory=Execution)),
     ]
     return make_dataclass("Words", parts, bases=(Evaluate,), namespace={"task": task})
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateSuite:
-    """Evaluate on all data sets of a suite in one table: eval suite SUITE MODEL --data ROOT."""
-
-    suite: Annotated[Positional[str], arg(metavar="SUITE")]  # its name, or a TOML file
-    models: Annotated[Some[str], arg(metavar=MODELS)]  # model folders
-    data: Annotated[Path, arg(metavar="ROOT")]  # the folder that holds the data sets
-    only: tuple[str, ...] = ()  # names of data sets or groups; default: all
-    dry_run: bool = False  # say what would be evaluated, and what --out has already
-    output: Flat[Output] = field(default_factory=Output)
-    execution: Flat[Execution] = field(default_factory=Execution)
-
-    def run(self) -> None:
-        """Evaluate, print, and write what is asked for."""
-        from kiloword.evaluation.command import run_suite
-
-        run_suite(self.suite, self.models, self.data, self.only, self.output, self.execution, self.dry_run)
 
 
 def read(argv: Sequence[str]) -> Any:

@@ -10,7 +10,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import Positional, arg
 
 from kiloword import evaluation
 from kiloword.__version__ import __version__
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from kiloword.api import Matcher
     from kiloword.types import Source
 
-
+MODELS = "MODEL [MODEL ...]"
 LONG = 16  # a longer table of metrics stands below the plots of a page
 ROUNDING = 1e-12  # what is smaller is shown as 0
 
@@ -44,16 +46,6 @@ class Execution(common.Execution):
     text_features: tuple[str, ...] = ()  # tokens of the captions: retrieval
     dim: int | None = None  # evaluate the first N numbers of the embedding, normalised again; default: all
     trust: Flat[Trust] = NONE  # --method is of the first model, and of others where it is the same
-
-
-@dataclass(frozen=True, kw_only=True)
-class Output:
-    """Where the results of a suite are written."""
-
-    out: Path | None = None  # folder of finished data sets: the same command again continues there
-    json: Path | None = None  # write all metrics to this file
-    csv: Path | None = None  # write the table to this file
-    html: Path | None = None  # write a page
 
 
 @dataclass
@@ -103,115 +95,114 @@ class Evaluation:
         return self.task.without_model(folder, self.options)
 
 
-def main(
-    task: Task,
-    models: Sequence[str],
-    data: str,
-    options: Any,
-    execution: Execution,
-    json: Path | None = None,
-    html: Path | None = None,
-) -> None:
-    """Evaluate models on one data set, print, and write what is asked for, also of the models before an error.
+class Evaluate:
+    """Evaluate models on one data set by a task, print, and write what is asked for, also of models before an error: the
+    words of `eval TASK`, whose dataclass `kiloword.cli.evaluate` makes."""
 
-    Args: models: their folders, or what the task takes in place of one (a table of captions); options of the task;
-    json: file for the metrics, of one model by name, of several `{model: metrics}`; html: file for the page.
-    """
-    if len(models) > 1 and getattr(options, "results", None) is not None:
-        raise ValueError("--results is one file: give one model at a time.")
-    one, names = Evaluation(data, task, options, data), labels(models)
+    task: Task
+    models: tuple[str, ...]  # folders, or what the task takes in place of one (a table of captions)
+    data: str
+    options: Any  # of the task
+    json: Path | None  # file for the metrics, of one model by name, of several `{model: metrics}`
+    html: Path | None  # file for the page
+    execution: Execution
 
-    def finish() -> None:
-        rows = one.rows(list(one.results))
-        _print(rows, list(one.results))
-        if json is not None:
-            several = {"models": dict(zip(names, models, strict=True)), **one.results}
-            metrics = several if len(models) > 1 else {"model": models[0], **one.results[names[0]]}
-            write_json(json, {"data": data, "version": __version__, **metrics})
-        if html is not None:
-            cells = [[name, *(None if value is None else number(value) for value in values)] for name, *values in rows]
-            table: dict[str, Sequence[Block]] = {"Metrics": [Table(cells, ["metric", *one.results])]}
-            shown = {label: blocks for label, blocks in one.blocks.items() if blocks}
-            intro = f"{task.about}\n\nData: {data}"
-            sections = shown | table if len(cells) > LONG else table | shown
-            write_page(html, Page(task.name.capitalize(), intro, sections, made_by(models, data)))
+    def run(self) -> None:
+        """Raises: ValueError for models, data and options that do not fit."""
+        task, models, data = self.task, self.models, self.data
+        if len(models) > 1 and getattr(self.options, "results", None) is not None:
+            raise ValueError("--results is one file: give one model at a time.")
+        one, names = Evaluation(data, task, self.options, data), labels(models)
 
-    evaluate_all(models, [one], execution, finish, page=html is not None)
+        def finish() -> None:
+            rows = one.rows(list(one.results))
+            _print(rows, list(one.results))
+            if self.json is not None:
+                several = {"models": dict(zip(names, models, strict=True)), **one.results}
+                metrics = several if len(models) > 1 else {"model": models[0], **one.results[names[0]]}
+                write_json(self.json, {"data": data, "version": __version__, **metrics})
+            if self.html is not None:
+                cells = [[name, *(x if x is None else number(x) for x in values)] for name, *values in rows]
+                table: dict[str, Sequence[Block]] = {"Metrics": [Table(cells, ["metric", *one.results])]}
+                shown = {label: blocks for label, blocks in one.blocks.items() if blocks}
+                sections, intro = shown | table if len(cells) > LONG else table | shown, f"{task.about}\n\nData: {data}"
+                write_page(self.html, Page(task.name.capitalize(), intro, sections, made_by(models, data)))
+
+        evaluate_all(models, [one], self.execution, finish, page=self.html is not None)
 
 
-def run_suite(
-    name: str,
-    models: Sequence[str],
-    data: Path,
-    only: Sequence[str],
-    output: Output,
-    execution: Execution,
-    dry_run: bool,
-) -> None:
-    """Evaluate models on the data sets of a suite, print the table, write what is asked for.
+@dataclass(frozen=True, kw_only=True)
+class EvaluateSuite:
+    """Evaluate on all data sets of a suite in one table: eval suite SUITE MODEL --data ROOT."""
 
-    Args: dry_run: only say what would be evaluated, and what `output.out` has already.
-    Exits with 1 where a data set is missing or failed.
-    """
-    suite = read_suite(name)
-    every, names = data_sets(suite, data, only), labels(models)
-    problems = [
-        f"missing: {one.name} (looked for as {', '.join(one.places[:3])})" for one in every if one.source is None
-    ]
+    suite: Annotated[Positional[str], arg(metavar="SUITE")]  # its name, or a TOML file
+    models: Annotated[common.Some[str], arg(metavar=MODELS)]  # model folders
+    data: Annotated[Path, arg(metavar="ROOT")]  # the folder that holds the data sets
+    only: tuple[str, ...] = ()  # names of data sets or groups; default: all
+    dry_run: bool = False  # say what would be evaluated, and what --out has already
+    out: Path | None = None  # folder of finished data sets: the same command again continues there
+    json: Path | None = None  # write all metrics to this file
+    csv: Path | None = None  # write the table to this file
+    html: Path | None = None  # write a page
+    execution: Flat[Execution] = field(default_factory=Execution)
 
-    def plan() -> None:
-        for one in (one for one in every if one.source is not None):
-            stored = f" (stored: {', '.join(one.results)})" if one.results else ""
-            say(f"{one.name}: {one.task.name} on {one.source}, {one.metric}{stored}")
-        say(*problems)
+    def run(self) -> None:
+        """Evaluate, print, and write what is asked for. Exits with 1 where a data set is missing or failed."""
+        suite, names = read_suite(self.suite), labels(self.models)
+        every = data_sets(suite, self.data, self.only)
+        missing = {one.name: one.places for one in every if one.source is None}
+        problems = [f"missing: {name} (looked for as {', '.join(places[:3])})" for name, places in missing.items()]
 
-    def finish() -> None:
-        means = averages(suite, every, names)
+        def plan() -> None:
+            for one in (one for one in every if one.source is not None):
+                stored = f" (stored: {', '.join(one.results)})" if one.results else ""
+                say(f"{one.name}: {one.task.name} on {one.source}, {one.metric}{stored}")
+            say(*problems)
+
+        def finish() -> None:
+            problems.extend(f"failed: {one.name} with {m}: {why}" for one in every for m, why in one.errors.items())
+            self._write(suite, every, names, problems)
+
+        if self.dry_run and self.out is None:
+            plan()
+        else:
+            done = plan if self.dry_run else finish
+            evaluate_all(self.models, every, self.execution, done, self.out, dry_run=self.dry_run)
+        if any(one.state != "evaluated" for one in every):
+            raise SystemExit(1)
+
+    def _write(self, suite: Suite, every: Sequence[Evaluation], names: Sequence[str], problems: Sequence[str]) -> None:
+        means, data = averages(suite, every, names), str(self.data)
         found = [((one.name, one.metric), one.values()) for one in every if one.state == "evaluated"]
         for group, mean in ((group, mean) for group, mean in means.items() if mean["n"]):
             what = f"mean of {mean['of']}" if mean["complete"] else f"{mean['n']} of {mean['of']}, incomplete"
             found.append(((group, what), mean["values"]))
         rows = [[*row, *map(values.get, names)] for row, values in found]
-        failed = [f"failed: {one.name} with {model}: {why}" for one in every for model, why in one.errors.items()]
         _print(rows, names)
-        say(*problems, *failed)
-        if output.json is not None:
-            sets = {one.name: _recorded(one) for one in every}
-            made = {"models": dict(zip(names, models, strict=True)), "version": __version__}
-            write_json(
-                output.json, {"suite": suite.name, "data": str(data), **made, "data_sets": sets, "averages": means}
-            )
-        if output.csv is not None:
+        say(*problems)
+        if self.json is not None:
+            made = {"suite": suite.name, "data": data, "models": dict(zip(names, self.models, strict=True))}
+            made |= {"version": __version__, "data_sets": {one.name: _recorded(one) for one in every}}
+            write_json(self.json, made | {"averages": means})
+        if self.csv is not None:
             text = io.StringIO()
             csv.writer(text, lineterminator="\n").writerows([["data_set", "metric", *names], *rows])
-            write_atomic(output.csv, text.getvalue().encode(errors="backslashreplace"))
-        if output.html is not None:
+            write_atomic(self.csv, text.getvalue().encode(errors="backslashreplace"))
+        if self.html is not None:
             metrics = [[one.name, *row] for one in every for row in one.rows(names)]
-            lacking = [line.split(": ", 1) for line in problems + failed]
+            lacking = [line.split(": ", 1) for line in problems]
             sections = {
                 "Results": [Table(rows, ["data set", "metric that counts", *names], digits=4)],
                 "Missing and failed": [Table(lacking, ["state", "data set"])],
                 "All metrics": [Table(metrics, ["data set", "metric", *names], digits=4)],
             }
-            intro = f"{suite.source}\n\nData sets below {data.resolve()}."
-            write_page(output.html, Page(suite.title or suite.name, intro, sections, made_by(models, str(data))))
-
-    if dry_run and output.out is None:
-        plan()
-    else:
-        evaluate_all(models, every, execution, plan if dry_run else finish, output.out, dry_run=dry_run)
-    if any(one.state != "evaluated" for one in every):
-        raise SystemExit(1)
+            intro = f"{suite.source}\n\nData sets below {self.data.resolve()}."
+            write_page(self.html, Page(suite.title or suite.name, intro, sections, made_by(self.models, data)))
 
 
 def _recorded(one: Evaluation) -> dict[str, Any]:
     """A data set in the JSON of a suite, whose keys docs/suites.md describes."""
-    record: dict[str, Any] = {
-        "state": one.state,
-        "task": one.task.name,
-        "metric": list(one.counts),
-        "groups": list(one.groups),
-    }
+    record: dict[str, Any] = {"state": one.state, "task": one.task.name, "metric": one.counts, "groups": one.groups}
     record |= {"source": one.source, "values": one.values(), "metrics": one.results}
     record |= {"errors": one.errors} if one.errors else {}
     return record | ({"looked_for": one.places} if one.source is None else {})

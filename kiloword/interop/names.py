@@ -20,7 +20,6 @@ from kiloword.interop.open_clip import assumed, import_state
 from kiloword.terminal import warn_once
 
 PREFIXES = ("open_clip", "hf", "hf-hub")
-FORMS = "open_clip:NAME[@TAG]:FILE, hf:FOLDER or hf-hub:ORG/NAME"
 FILES = ("*.json", "*.safetensors", "*.txt", "*.md", "*.model")  # of a hub: no pickles, no code
 TRANSLATION = 2  # raise it when the same files become another model
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
