@@ -96,8 +96,10 @@ class Evaluation:
 
 
 class Evaluate:
-    """Evaluate models on one data set by a task, print, and write what is asked for, also of models before an error: the
-    words of `eval TASK`, whose dataclass `kiloword.cli.evaluate` makes."""
+    """Evaluate models on one data set by a task, print, and write what is asked for, also of models before an error.
+
+    The words of `eval TASK`, whose dataclass `kiloword.cli.evaluate` makes.
+    """
 
     task: Task
     models: tuple[str, ...]  # folders, or what the task takes in place of one (a table of captions)

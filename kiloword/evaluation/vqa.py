@@ -70,8 +70,8 @@ def run(inputs: Inputs, task_options: VqaTaskOptions) -> Findings:
     how = GenerationOptions(beams=options.beams, length_penalty=options.length_penalty, exact=True)
 
     def ask(part: EvalBatch) -> list[tuple[str, Mapping[str, Any]]]:
-        memory = answerer.memory(part.images, [info[QUESTION] for info in part.infos])
-        said = answerer.answer(memory, how, listed if options.decode == "list" else None)
+        questions = [info[QUESTION] for info in part.infos]
+        said = answerer.answer(part.images, questions, how, listed if options.decode == "list" else None)
         return list(zip(said, part.infos, strict=True))
 
     def asks(part: EvalBatch) -> list[bool]:

@@ -154,16 +154,18 @@ class Answerer:
             raise ValueError("no answers to choose from: expected at least one.")
         return chosen
 
-    def memory(self, images: Tensor, questions: Sequence[str]) -> DecoderMemory:
-        """Decoder memory of I questions about I images uint8 [I, 3, H, W]."""
+    def answer(
+        self,
+        images: Tensor,
+        questions: Sequence[str],
+        options: GenerationOptions,
+        listed: Mapping[tuple[int, ...], str] | None = None,
+    ) -> list[str]:
+        """Best answers to I questions about I images uint8 [I, 3, H, W], searched word by word; with a list of `close`,
+        each is one of it."""
         with inference(self.model), self.model.computing():
             texts = self.tokenizer.encode(list(questions), self.model.config.text).to(self.model.device)
-            return fused(self.model, texts, self.model.image_tokens(images.to(self.model.device)))
-
-    def answer(
-        self, memory: DecoderMemory, options: GenerationOptions, listed: Mapping[tuple[int, ...], str] | None = None
-    ) -> list[str]:
-        """Best answer to each question, searched word by word; with a list of `close`, one of its answers."""
+            memory = fused(self.model, texts, self.model.image_tokens(images.to(self.model.device)))
         closed = None if listed is None else beginnings(listed)
         said = [texts[0] for texts in self.captioner.write(memory, options, [""] * len(memory), closed)]
         return [one.text if listed is None else listed[one.ids] for one in said]

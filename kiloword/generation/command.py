@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kiloword.config.recipes import DataConfig
-from kiloword.config.settings import parse, read_config
+from kiloword.config.settings import parse
 from kiloword.data.edits import every_row
 from kiloword.data.joins import check_keys, sampled_images
 from kiloword.data.open import open_data
@@ -70,17 +70,11 @@ def main(
 ) -> None:
     """What the command line calls; prints. Ranks that torchrun started share the rows.
 
-    With "auto", a table that resumes keeps its precision.
-
     Errors: see `open_captioner`, `open_data` and `write_captions`.
     """
     if out.suffix.lower() not in ("", ".parquet", ".pq"):
         raise ValueError(f"{out}: captions are written as a parquet table: let --out end in .parquet.")
     device = choose(device)
-    if precision == "auto":
-        path = _parts(out) / FILE
-        begun = _finished(out) or (read_config(path, CaptionFile) if path.is_file() else None)
-        precision = begun.precision if begun else precision  # also where a GPU began and a CPU goes on
     with together(device):
         describer = open_captioner(model, device, precision, trust)
         size = describer.transform.size
@@ -121,7 +115,7 @@ def write_captions(
     if batch < 1:
         raise ValueError(f"--batch is {batch}: expected at least 1.")
     source, transform, out = every_row(source), describer.transform, Path(out)
-    folder = _parts(out)
+    folder = out.with_name(out.name + ".parts")
     file = CaptionFile(
         model=model,
         model_fingerprint=describer.fingerprint,
@@ -181,10 +175,6 @@ def _rows(images: EvalBatch, describer: Describer, options: GenerationOptions) -
         kept = [one for one in captions if one.text]
         cells = {"captions": [one.text for one in kept], "scores": [one.score for one in kept]}
         yield {"row": images.rows[n], "key": images.keys[n].encode(), **cells}
-
-
-def _parts(out: Path) -> Path:
-    return out.with_name(out.name + ".parts")
 
 
 def _finished(path: Path) -> CaptionFile | None:

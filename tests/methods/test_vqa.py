@@ -97,8 +97,7 @@ IMAGES, QUESTIONS = small_batch(end=4).images, ["what colour is the star?", "how
 def test_constrained_answers_are_of_the_list(chosen: list[str], seed: int, beams: int, penalty: float) -> None:
     answerer = answerer_of(seed)
     listed, how = answerer.close(chosen), GenerationOptions(beams=beams, length_penalty=penalty)
-    memory = answerer.memory(IMAGES, QUESTIONS)
-    assert set(answerer.answer(memory, how, listed)) <= set(chosen)
+    assert set(answerer.answer(IMAGES, QUESTIONS, how, listed)) <= set(chosen)
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
@@ -109,7 +108,7 @@ def test_many_beams_find_the_likeliest_answer_of_a_list(seed: int, penalty: floa
     config, none = answerer.model.config.text, torch.zeros(1, dtype=torch.int64)
     how = GenerationOptions(beams=12, length_penalty=penalty, exact=True)
     listed = answerer.close(WORDS)
-    together = answerer.answer(answerer.memory(IMAGES, QUESTIONS), how, listed)
+    together = answerer.answer(IMAGES, QUESTIONS, how, listed)
     for i, question in enumerate(QUESTIONS):
         asked, image, scores = TOKENIZER.encode([question], config), IMAGES[i : i + 1], {}
         for answer in WORDS:
@@ -118,7 +117,7 @@ def test_many_beams_find_the_likeliest_answer_of_a_list(seed: int, penalty: floa
             tokens = len(texts.ids) - 2  # without start and class token
             scores[answer] = -literal_loss(answerer.model, one, False).item() * tokens / tokens**penalty
         assert together[i] == max(scores, key=lambda answer: scores[answer])
-        assert answerer.answer(answerer.memory(image, [question]), how, listed) == [together[i]]
+        assert answerer.answer(image, [question], how, listed) == [together[i]]
 
 
 def test_close_answers_are_distinguished_under_autocast() -> None:
@@ -133,8 +132,7 @@ def test_close_answers_are_distinguished_under_autocast() -> None:
                 table[ids[0]] = table[205].bfloat16()  # the likeliest of most questions
             table[best] *= 1.001
         with torch.autocast("cpu", torch.bfloat16):
-            memory, how = answerer.memory(IMAGES, QUESTIONS), GenerationOptions()
-            found = answerer.answer(memory, how, listed)
+            found = answerer.answer(IMAGES, QUESTIONS, GenerationOptions(), listed)
         assert found == [right] * 4
 
 
