@@ -41,18 +41,18 @@ class Recipes:
             plain: dict[str, Any] = {key: getattr(one, key) for key in ("method", "about", "paper", "notes")}
             plain |= {"values": papers.expanded(one), "plan": one.facts}
             say(f"{one.name}: {one.about}; method {one.method}; {one.paper}")
-            shown = plain["values"] | {f"plan.{key}": entry for key, entry in one.facts.items()}
+            rows = plain["values"] | {f"plan.{key}": entry for key, entry in one.facts.items()}
             columns = ("setting", "value", "source, or why chosen where the paper leaves it open")
-            say_table([(key, _text(entry.value), _source(entry)) for key, entry in shown.items()], *columns)
+            say_table([(key, shown(entry.value), _source(entry)) for key, entry in rows.items()], *columns)
             plain |= {name: {key: asdict(entry) for key, entry in plain[name].items()} for name in ("values", "plan")}
             last = [f"note: {note}" for note in one.notes]
         else:
             names, plain = ("method", "towers", "data", "batch", "length", "about"), {}
             for one in map(papers.load, papers.names()):
                 data = one.facts["data"].value if "data" in one.facts else ""
-                length = " ".join(f"{_text(value)} {name}" for name, value in one.length().items())
+                length = " ".join(f"{shown(value)} {name}" for name, value in one.length().items())
                 cells = [one.method, one.value("size"), data, one.value("batch"), length, one.about]
-                plain[one.name] = dict(zip(names, map(_text, cells), strict=True))
+                plain[one.name] = dict(zip(names, map(shown, cells), strict=True))
             say_table([(name, *cells.values()) for name, cells in plain.items()], "recipe", *names)
             last = [
                 "kiloword recipes show NAME prints each value with its source; kiloword train --recipe NAME uses it."
@@ -69,8 +69,8 @@ def report(named: NamedRecipe, recipe: Recipe, length: dict[str, Any]) -> list[s
     now |= dict(_leaves(recipe.settings, "settings."))
     for name, entry in papers.expanded(named).items():
         here = now.get(name, entry.value)
-        changed = "" if _plain(here) == _plain(entry.value) else f"here {_text(here)}; "
-        lines.append(f"  {name:32} {_text(entry.value):16} {changed}{_source(entry)}".rstrip())
+        changed = "" if _plain(here) == _plain(entry.value) else f"here {shown(here)}; "
+        lines.append(f"  {name:32} {shown(entry.value):16} {changed}{_source(entry)}".rstrip())
     return lines
 
 
@@ -97,11 +97,11 @@ def _plain(value: Any) -> Any:
     return list(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
-def _text(value: Any) -> str:
-    """A value as tables show it."""
+def shown(value: Any) -> str:
+    """A value as tables and notes show it."""
     if isinstance(value, list | tuple):
-        return ",".join(map(_text, value)) or "none"
-    if value is None:
+        return ",".join(map(shown, value)) or "none"
+    if value in (None, ""):
         return "none"
     if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000:
         return f"{value:_}"

@@ -19,7 +19,7 @@ from kiloword.config.recipes import Recipe
 from kiloword.config.settings import BaseSettings, about, check, lacks, leaves, setting
 from kiloword.methods.command import MethodWords, method_words, values_of
 from kiloword.methods.defaults import WHY_TUNED, default_recipe, tuned
-from kiloword.methods.recipes import report, towers_flag
+from kiloword.methods.recipes import report, shown, towers_flag
 from kiloword.terminal import say
 
 
@@ -126,13 +126,8 @@ def _about_init(recipe: Recipe) -> str:
     scratch = default_recipe(recipe.method, recipe.size, recipe.data.sources)
     usual, gentle = ({leaf.flag: leaf.value for leaf in leaves(r)} for r in (scratch, tuned(scratch)))
     kept = [leaf for leaf in leaves(recipe) if leaf.value == gentle[leaf.flag] != usual[leaf.flag] and not lacks(leaf)]
-    flags = (f"--{leaf.flag} {_value(leaf.value)} (from scratch {_value(usual[leaf.flag])})" for leaf in kept)
+    flags = (f"--{leaf.flag} {shown(leaf.value)} (from scratch {shown(usual[leaf.flag])})" for leaf in kept)
     return f"note       --init sets {', '.join(flags)}: {WHY_TUNED}. Flags override." if kept else ""
-
-
-def _value(value: Any) -> str:
-    """A setting as a flag takes it."""
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _defaults(words: MethodWords) -> tuple[Recipe, Recipe]:

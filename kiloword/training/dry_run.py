@@ -17,6 +17,7 @@ from kiloword.data.reading import BadRows
 from kiloword.data.sampler import steps_per_epoch
 from kiloword.distributed import collectives
 from kiloword.distributed.device import choose
+from kiloword.methods.recipes import shown
 from kiloword.methods.registry import find
 from kiloword.terminal import say
 from kiloword.training import tuning
@@ -94,15 +95,7 @@ def _settings(config: Any, every: bool = True) -> str:
     """Settings that are read as `flag=value`, but for tables. Args: every: also flags that have their defaults."""
     usual = {leaf.path: leaf.value for leaf in leaves(type(config)())}
     read = [leaf for leaf in leaves(config) if not (lacks(leaf) or isinstance(leaf.value, dict))]
-    shown = [
+    chosen = [
         leaf for leaf in read if leaf.value != usual[leaf.path] or (every and leaf.field.metadata.get("flag") != "")
     ]
-    return " ".join(f"{leaf.flag}={_value(leaf.value)}" for leaf in shown)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, tuple | list):
-        return ",".join(map(_value, value)) or "none"
-    if isinstance(value, float):
-        return f"{value:g}"
-    return str(value) if value not in (None, "") else "none"
+    return " ".join(f"{leaf.flag}={shown(leaf.value)}" for leaf in chosen)

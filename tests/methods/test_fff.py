@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kiloword.distributed import collectives
 from kiloword.methods.defaults import default_recipe
-from kiloword.methods.fff.bias_search import search
+from kiloword.methods.fff.preset import search
 from kiloword.methods.registry import preset
 from kiloword.models.tensors import open_tensors
 from kiloword.training.loop import RunOptions, train
@@ -188,17 +188,21 @@ def test_what_the_presets_need() -> None:
 
 
 @pytest.mark.parametrize("method", ["fff", "siglip+exact"])
-def test_grid_and_gradient_agree_and_nothing_else_changes(method: str) -> None:
-    found, name = {}, method if method == "fff" else f"{method}+bias-search"
-    for how in ("grid", "gradient"):
-        made: Any = learner(name)
-        before = {k: v.clone() for k, v in made.state_dict().items()}
-        said = search(made, itertools.cycle(batch(method=method).split(2)), how, 2)
-        after = made.state_dict()
-        assert [k for k, v in after.items() if not torch.equal(v, before[k])] == ["model.head.bias"]
-        found[how] = float(after["model.head.bias"])
-        assert re.match(rf"bias -10 -> \S+ \({how} over 2 batches", said)
-    assert found["grid"] == pytest.approx(found["gradient"], abs=1e-3)
+def test_the_bias_of_least_loss_is_found_and_nothing_else_changes(method: str) -> None:
+    made: Any = learner(method if method == "fff" else f"{method}+bias-search")
+    before = {k: v.clone() for k, v in made.state_dict().items()}
+    parts = batch(method=method).split(2)
+    said = search(made, itertools.cycle(parts), 2)
+    assert [k for k, v in made.state_dict().items() if not torch.equal(v, before[k])] == ["model.head.bias"]
+    assert re.match(r"bias -10 -> \S+ \(grid over 2 batches", said)
+    slopes = list[Tensor]()
+    for part in parts:
+        made.zero_grad()
+        backward(made, [part])
+        slopes.append(made.model.head.bias.grad)
+    assert float(torch.stack(slopes).sum()) == pytest.approx(
+        0, abs=1e-3 * float(torch.stack(slopes).abs().sum()) + 1e-4
+    )
 
 
 def test_a_run_searches_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,7 +219,7 @@ def test_a_run_searches_once(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def search_on_a_rank(folder: str) -> None:
     made, rank = learner("fff"), collectives.rank()
-    search(made, itertools.repeat(batch(8 * rank, 8 * rank + 8, method="fff")), "grid", 1)
+    search(made, itertools.repeat(batch(8 * rank, 8 * rank + 8, method="fff")), 1)
     torch.save(made.model.head.bias, f"{folder}/{rank}.pt")
 
 
@@ -223,7 +227,7 @@ def search_on_a_rank(folder: str) -> None:
 def test_every_rank_finds_the_same_bias(tmp_path: Path) -> None:
     over_ranks(2, search_on_a_rank, str(tmp_path))
     made: Any = learner("fff")
-    search(made, itertools.repeat(batch(method="fff")), "grid", 1)
+    search(made, itertools.repeat(batch(method="fff")), 1)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     assert torch.equal(first, second)
     torch.testing.assert_close(first, made.model.head.bias, rtol=0, atol=1e-8)

@@ -6,21 +6,29 @@ Source: arXiv:2405.10286. The teacher is frozen and sees images without augmenta
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from kiloword.config.settings import ABOVE_0, BaseSettings, Nothing, setting
+from kiloword.distributed.collectives import sum_over_ranks
 from kiloword.losses.pairs import Balanced, sigmoid_loss, supcon_loss
 from kiloword.methods import clip, siglip
-from kiloword.methods.fff.bias_search import search
-from kiloword.methods.method import Component, Method
+from kiloword.methods.method import PAIR, Component, Method
 from kiloword.model.pooling import at_least_float
-from kiloword.types import Pairs, Positives, Rule
+from kiloword.types import Batch, Pairs, Positives, Rule
 
+if TYPE_CHECKING:
+    from kiloword.training.step import Learner
+
+LEAST, MOST = -40.0, 20.0  # range of the search for a bias
+STEPS = (1.0, 0.1, 0.02)  # of successive grids
+EDGE, NOTHING = 0.5, 1e-5  # this close to the ends, or below this loss, nearly all pairs are of one class
 MISSING = ", as missing features have cosine 0 and must not match"
 
 
@@ -59,9 +67,7 @@ class Mining(Mined, Exact):
 class BiasSearch(BaseSettings):
     """Initial value of the bias."""
 
-    bias_search: Literal["grid", "gradient", "none"] = setting(
-        "grid", "how to find the initial bias with the lowest loss"
-    )
+    bias_search: Literal["grid", "none"] = setting("grid", "how to find the initial bias with the lowest loss")
     bias_batches: int = setting(4, "number of batches on which bias_search computes the loss", 1)
 
 
@@ -184,7 +190,51 @@ def searched(method: Method, settings: BiasSearch) -> Method:
         raise ValueError(
             f"{method.name} has no bias, or several, or searches it already: add +sigmoid, or omit bias-search."
         )
-    return replace(method, prepare=partial(search, how=settings.bias_search, n=settings.bias_batches))
+    return replace(method, prepare=partial(search, n=settings.bias_batches))
+
+
+def search(learner: Learner, batches: Iterator[Batch], n: int) -> str:
+    """Set the head's bias to the minimum of the mean pair loss over the first `n` batches; nothing else changes.
+
+    Three grids, each around the best value of the one before, then a parabola through that and its neighbours: it
+    resolves finer than the rounding of the loss allows for a grid. The loss must be convex in the bias, as sigmoid
+    losses are. The same on every rank: losses are sums over ranks. Source: arXiv:2405.10286, section 4.4.
+    Returns: a message for the log, with a warning if nearly all pairs are of one class, or the bias is above 0.
+    """
+    bias: Any = learner.model.head.bias  # a method without one is refused
+    contrast: Any = learner.contrasts[PAIR]
+    with torch.no_grad():
+        inputs = [contrast.inputs(learner.model, batch, learner.encode(batch)) for batch in islice(batches, n)]
+
+    @torch.no_grad()
+    def losses(at: list[float]) -> list[float]:
+        """Mean loss at each bias value; leaves the bias at the last one."""
+        shares = []
+        for value in at:
+            bias.fill_(value)
+            shares.append(torch.stack([learner.pair_losses({PAIR: one})[PAIR] for one in inputs]).mean())
+        means: list[float] = sum_over_ranks(torch.stack(shares).double()).tolist()
+        return means
+
+    before, best, low, high = float(bias.detach()), 0.0, LEAST, MOST
+    for step in STEPS:
+        grid = [low + step * n for n in range(round((high - low) / step) + 1)]
+        found = losses(grid)
+        place = min(range(len(grid)), key=found.__getitem__)
+        best, low, high = grid[place], grid[place] - step, grid[place] + step
+    if 0 < place < len(grid) - 1:
+        left, middle, right = found[place - 1 : place + 2]
+        bend = left - 2 * middle + right
+        best = best if bend <= 0 else best + step * (left - right) / (2 * bend)
+    first, last = (losses([value])[0] for value in (before, best))  # leaves the bias at the best value
+    message = f"bias {before:.4g} -> {best:.4g} (grid over {len(inputs)} batches, loss {first:.4g} -> {last:.4g})"
+    if best <= 0 and last > NOTHING and LEAST + EDGE < best < MOST - EDGE:
+        return message
+    return (
+        f"{message}. Where few pairs match, the best bias is below 0; at a loss of 0, or a bias near {LEAST:g} or "
+        f"{MOST:g}, nearly no or every pair matches, so that there is little to learn. If positives are mined, do the "
+        "thresholds fit the teacher? `kiloword mine SRC --features DIR --out OUT --calibrate` proposes some."
+    )
 
 
 def supcon(method: Method, settings: SupCon) -> Method:
