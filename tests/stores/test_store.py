@@ -31,7 +31,7 @@ from kiloword.randomness import key
 from kiloword.stores.embed import embed
 from kiloword.stores.features import FeatureStore
 from kiloword.training.loop import train
-from kiloword.types import Source
+from kiloword.types import Example, Source
 from sources import Images
 
 SIZE, DIM, ROWS, PART = 16, 6, 40, 16
@@ -92,6 +92,10 @@ def test_round_trip(table: FeatureStore) -> None:
     assert torch.equal(torch.tensor(table.texts()).float(), rounded(teacher.encode_texts(table.captions)))
     means = [rounded(teacher.encode_texts(c)).mean(0) if c else torch.zeros(DIM) for c in captions]
     assert torch.allclose(torch.from_numpy(table.text_means()), torch.stack(means), atol=1e-7)
+    for row in (4, 5):  # a row that was bad has no features
+        example = Example(source.key(row), row, torch.zeros(3, SIZE, SIZE), [])
+        table.of(source)(example, source)
+        assert bool(example.image_features["teacher"].any()) == (row != 5)
 
 
 def test_files_are_those_of_the_format(table: FeatureStore) -> None:

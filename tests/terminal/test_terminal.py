@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kiloword.report import Page, Text, html
-from kiloword.terminal import say, show_traceback, shown, warn_once
+from kiloword.terminal import progress, say, show_traceback, shown, warn_once
 from kiloword.terminal.progress import ProgressLine
 from kiloword.terminal.screen import say_table
 
@@ -108,6 +108,17 @@ def test_progress_fits_its_own_terminal(monkeypatch: pytest.MonkeyPatch) -> None
         ProgressLine(out, at_once=True).show("texts " * 20, 1, 2)
         assert len(os.read(ours, 1000)) == 41  # at both ends the cursor goes to the beginning
     os.close(ours)
+
+
+def test_only_the_outer_work_shows_its_progress(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "PLAIN_EVERY_S", 0.0)
+    with progress.showing(True):
+        for _ in progress.track(range(2), "outer", "files", 2):
+            assert list(progress.track(range(2), "inner", "rows", 2)) == [0, 1]
+    said = capsys.readouterr().err
+    assert ("outer" in said, "inner" in said) == (True, False)
 
 
 def test_pages_are_not_turned_around() -> None:
