@@ -196,7 +196,7 @@ def test_what_makes_no_store(tmp_path: Path, table: FeatureStore) -> None:
             embed(**{**given, **out, **change})
     shutil.copytree(table.path, tmp_path / "cut")
     (tmp_path / "cut" / "texts.npy").write_bytes(b"")
-    for name, word in (("photos", r"store\.json"), ("cut", "damaged")):
+    for name, word in (("photos", "holds no features"), ("cut", "damaged")):
         with pytest.raises(ValueError, match=word):
             FeatureStore(tmp_path / name)
 
