@@ -36,6 +36,11 @@ def permutation(n: int, *parts: int | str) -> NDArray[np.integer[Any]]:
     return numbers
 
 
+def some(n: int, most: int, *parts: int | str) -> NDArray[np.int64]:
+    """At most `most` of n numbers, ascending, drawn by `generator(*parts)`."""
+    return np.arange(n) if n <= most else np.sort(generator(*parts).choice(n, most, replace=False))
+
+
 @dataclass(frozen=True)
 class Draw:
     """The random choices of one row in one epoch."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from kiloword.apps.audit import Kind
 from kiloword.config.execution import Flat, Some
 from kiloword.config.settings import ABOVE_0, check, setting
 from kiloword.evaluation.command import Execution
 
-Kind = Literal["mismatch", "unreadable", "duplicate-image", "duplicate-caption", "generic", "label"]
 EXECUTION = Execution()
 
 
@@ -18,8 +17,7 @@ EXECUTION = Execution()
 class Audit:
     """Find pairs that do not match, duplicates and wrong labels.
 
-    Any model serves, also one that was trained on the same data. Features that are precomputed (`kiloword embed`, which
-    resumes) spare encoding.
+    Any model serves, also one that was trained on the same data, or features that are precomputed (`kiloword embed`).
 
     Examples:
       kiloword audit photos/train --model runs/first/model
@@ -27,10 +25,10 @@ class Audit:
     """
 
     data: Some[str]  # tars, a table, a folder of images or scenes, as for `kiloword train`
-    model: str  # model folder, open_clip:NAME:WEIGHTS or hf:FOLDER
+    model: str = ""  # model folder, open_clip:NAME:WEIGHTS or hf:FOLDER
     out: Path = Path("audit")  # folder for report.html, findings.parquet, keep.parquet and audit.json
     extra_captions: tuple[str, ...] = ()  # parquet tables (key, captions); their captions are audited too
-    features: Path | None = None  # feature store of the same model for the data; labels are not judged then
+    features: Path | None = None  # feature store of the data, in place of the model; labels are not judged
     target_precision: float = setting(
         0.8, "estimated share of right ones among the pairs that are said not to match", ABOVE_0, 1
     )
@@ -42,6 +40,8 @@ class Audit:
         from kiloword.apps.audit.judge import audit
 
         check(self)
-        if self.features is not None and (self.execution.image_features or self.execution.text_features):
-            raise ValueError("--features replaces --image-features and --text-features: omit them, or --features.")
+        if not (self.model or self.features):
+            raise ValueError("name --model, or --features that a model computed.")
+        if self.features and (self.execution.image_features or self.execution.text_features or self.execution.dim):
+            raise ValueError("--features replaces the model: omit --image-features, --text-features and --dim.")
         audit(self)

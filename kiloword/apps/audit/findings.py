@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kiloword.apps.audit.labels import wrong_labels
 from kiloword.apps.audit.pairs import Fits
-from kiloword.apps.audit.similar import groups, near_duplicates, repeated
+from kiloword.apps.audit.similar import near_duplicates, repeated
 from kiloword.data.joins import sampled_images
 from kiloword.data.reading import captions_at
 from kiloword.data.rows import key_bytes
@@ -24,9 +24,10 @@ from kiloword.types import BadSample, Features, Skipped, Source
 
 WIDE, FEWEST = 0.02, 10  # share and number of other images that a generic caption fits at least as well as its own
 WIDEST = 0.05  # and the largest share of captions that are called generic
-FINDING = ("kind", "key", "row", "index", "caption", "score", "other", "detail")
-KEEP = ("key", "index", "caption", "keep", "reason", "score")
-TYPES = {"row": pa.int64(), "index": pa.int32(), "keep": pa.bool_()}
+TEXT = pa.binary()  # or text, see `table_of`
+FINDING = {"kind": TEXT, "key": TEXT, "row": pa.int64(), "index": pa.int32(), "caption": TEXT, "score": pa.float64(),
+           "other": TEXT, "detail": TEXT}  # fmt: skip
+KEEP = {"key": TEXT, "index": pa.int32(), "caption": TEXT, "keep": pa.bool_(), "reason": TEXT, "score": pa.float32()}
 
 Finding = dict[str, Any]
 """One thing to look at, a row of findings.parquet: kind; key and row of the image; index of its caption, -1: none;
@@ -45,29 +46,28 @@ class AuditedData:
     images: Features
     texts: Features  # {}: none
     skipped: list[Skipped]
-    owner: np.ndarray = field(init=False)  # [T]
 
-    def __post_init__(self) -> None:
-        self.owner = np.repeat(np.arange(len(self.keys)), list(map(len, self.captions)))
-        self.places = [(i, index) for i, captions in enumerate(self.captions) for index in range(len(captions))]  # [T]
-        self.flat = [caption for captions in self.captions for caption in captions]  # [T]
+    @property
+    def places(self) -> list[tuple[int, int, str]]:
+        """[T] the image of each caption, its index among the captions of the image, and the caption."""
+        return [(i, index, text) for i, texts in enumerate(self.captions) for index, text in enumerate(texts)]
 
 
 def findings_of(
     data: AuditedData,
     fits: Fits | None,
-    look: Callable[[int], Pixels | None],
+    look: Callable[[int], Pixels],
     names: Sequence[str] | None,
 ) -> Iterator[Finding]:
     """All findings, the worst of each kind first. Args: look: pixels of a row; names: of the classes."""
+    places = data.places
 
     def of_image(kind: str, image: int, score: float | None, detail: str, other: str = "") -> Finding:
-        cells = (kind, data.keys[image], data.rows[image], -1, "", score, other, detail)
-        return dict(zip(FINDING, cells, strict=True))
+        return _finding(kind, data.keys[image], data.rows[image], score, detail, other)
 
     def of_text(kind: str, text: int, score: float | None, detail: str, other: str = "") -> Finding:
-        image, index = data.places[text]
-        return of_image(kind, image, score, detail, other) | {"index": index, "caption": data.flat[text]}
+        image, index, caption = places[text]
+        return of_image(kind, image, score, detail, other) | {"index": index, "caption": caption}
 
     if fits is not None:
         fit, fitting, n = fits.annotated, fits.fitting, len(data.keys)
@@ -80,20 +80,21 @@ def findings_of(
             if fitting[t] >= least and not wrong[t]:
                 detail = f"{fitting[t]:,} other images score at least as high"
                 yield of_text("generic", t, float(fitting[t]) / max(1, n - 1), detail)
-    for first, *others in repeated(data.flat):
+    for first, *others in repeated([caption for *_, caption in places]):
         for t in others:
-            yield of_text("duplicate-caption", t, None, f"one of {len(others) + 1:,}", data.keys[data.owner[first]])
+            yield of_text("duplicate-caption", t, None, f"one of {len(others) + 1:,}", data.keys[places[first][0]])
     vectors = data.images["vec"].float().cpu()
-    same = near_duplicates(vectors, lambda image: look(data.rows[image]))
-    best = {image: pixels for *pair, pixels in reversed(same) for image in pair}
-    for first, *others in groups(same):
-        for image in others:
-            yield of_image("duplicate-image", image, best[image], "pixels and features agree", data.keys[first])
+    for first, image, alike in near_duplicates(vectors, lambda image: look(data.rows[image])):
+        yield of_image("duplicate-image", image, alike, "pixels and features agree", data.keys[first])
     for margin, image, *classes in wrong_labels(vectors, data.labels):
         label, suggested = (names[c] if names and c < len(names) else f"class {c}" for c in classes)
         yield of_image("label", image, margin, f"labelled {label}, features say {suggested}")
     for one in data.skipped:
-        yield dict(zip(FINDING, ("unreadable", one.key, one.row, -1, "", None, "", one.reason), strict=True))
+        yield _finding("unreadable", one.key, one.row, None, one.reason)
+
+
+def _finding(kind: str, key: str, row: int, score: float | None, detail: str, other: str = "") -> Finding:
+    return dict(zip(FINDING, (kind, key, row, -1, "", score, other, detail), strict=True))
 
 
 def keep_list(
@@ -115,20 +116,16 @@ def keep_list(
             reason = reasons.get((row, -1)) or reasons.get((row, index), "")
             score = next(scores, None) if n < readable and texts else None
             cells.append((key, index, caption, not reason, reason, score))
-    made = table_of([dict(zip(KEEP, cell, strict=True)) for cell in cells], KEEP, pa.float32())
+    made = table_of([dict(zip(KEEP, cell, strict=True)) for cell in cells], KEEP)
     return made.replace_schema_metadata({"kiloword": json.dumps({"images": sampled_images(source)})})
 
 
-def table_of(rows: Sequence[Finding], names: Sequence[str], score: pa.DataType) -> pa.Table:
+def table_of(rows: Sequence[Finding], types: dict[str, pa.DataType]) -> pa.Table:
     """Rows as a table. Text is text, or bytes where UTF-8 cannot hold one (lone surrogates of file names)."""
-
-    def column(name: str) -> pa.Array:
+    columns = {}
+    for name, kind in types.items():
         values = [row[name] for row in rows]
-        if kind := (TYPES | {"score": score}).get(name):
-            return pa.array(values, kind)
-        raw = pa.array(map(key_bytes, values), pa.binary())
+        columns[name] = pa.array(map(key_bytes, values) if kind == TEXT else values, kind)
         with suppress(pa.ArrowInvalid):
-            return raw.cast(pa.string())
-        return raw
-
-    return pa.table({name: column(name) for name in names})
+            columns[name] = columns[name].cast(pa.string()) if kind == TEXT else columns[name]
+    return pa.table(columns)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
 from kiloword.api import Matcher
-from kiloword.apps.audit.findings import FINDING, AuditedData, Finding, findings_of, keep_list, table_of
-from kiloword.apps.audit.pairs import fits
+from kiloword.apps.audit import Kind
+from kiloword.apps.audit.findings import FINDING, AuditedData, findings_of, keep_list, table_of
+from kiloword.apps.audit.pairs import cosines, cosines_of_pairs, fits
 from kiloword.config.recipes import DataConfig
 from kiloword.data.images.decode import decode
 from kiloword.data.joins import check_keys
@@ -29,26 +27,17 @@ from kiloword.evaluation.features import seen, tile
 from kiloword.evaluation.task import Inputs
 from kiloword.files import Lock, atomic, write_json
 from kiloword.model.encoding import join
-from kiloword.model.prefix import keep_prefix_
 from kiloword.report import Block, Gallery, Page, Pixels, Table, Text, distributions, made_by, say_blocks, write_page
 from kiloword.stores.features import FeatureStore
 from kiloword.stores.runs import reading_tokens
-from kiloword.stores.teachers import open_teacher, prefix_fingerprint
 from kiloword.terminal import say, warn
 from kiloword.terminal.progress import showing
-from kiloword.types import BadSample, Skipped, Source
+from kiloword.types import Skipped, Source
 
 if TYPE_CHECKING:
     from kiloword.apps.audit.command import Audit
 
-NAMES = {
-    "mismatch": "pairs that do not match",
-    "generic": "captions of many images",
-    "duplicate-image": "near-duplicate images",
-    "duplicate-caption": "repeated captions",
-    "label": "labels that look wrong",
-    "unreadable": "unreadable samples",
-}
+KINDS = get_args(Kind)
 GALLERY = 24  # examples of each finding on the page
 ABOUT = "These are suggestions to look, no verdicts: the model may be weak, or trained on this data."
 
@@ -57,54 +46,62 @@ ABOUT = "These are suggestions to look, no verdicts: the model may be weak, or t
 def audit(options: Audit) -> None:
     """Run and print `kiloword audit`."""
     execution, out = replace(options.execution, device=choose(options.execution.device)), options.out
-    matcher, workers = opened(options.model, execution)
     config = DataConfig(sources=options.data, extra_captions=options.extra_captions)
-    source = plain = open_data(config, matcher.model.config.image.size)
+    model, score, inputs, fit = options.model, (cosines, cosines_of_pairs), None, None
+    if options.features is None:
+        matcher, workers = opened(model, execution)
+        source = open_data(config, matcher.model.config.image.size)
+        shown, tokenizer = reading_tokens(
+            matcher.model, matcher.tokenizer, source, execution.image_features, execution.text_features, augmented=True
+        )
+        inputs = Inputs(Matcher(matcher.model, tokenizer, matcher.method), shown, execution.batch, workers)
+        score = matcher.score, matcher.score_pairs
+    else:
+        store, source = FeatureStore(options.features), open_data(config)
+        model = store.file.model
     check_keys(source, "a keep-list")
-    if execution.image_features or execution.text_features:
-        folders = execution.image_features, execution.text_features
-        source, tokenizer = reading_tokens(matcher.model, matcher.tokenizer, source, *folders, augmented=True)
-        matcher = Matcher(matcher.model, tokenizer, matcher.method)
 
-    def pixels(row: int) -> Pixels | None:
+    def look(row: int) -> Pixels:
         """The image of a row, of at least 64 pixels a side where it has them."""
-        try:
-            return decode(read_image(plain, row).image, at_least=64)
-        except BadSample:
-            return None
+        return decode(read_image(source, row).image, at_least=64)
 
     with Lock(out, "auditing"), showing():
-        inputs, fit = Inputs(matcher, source, execution.batch, workers), None
-        data = _encoded(inputs) if options.features is None else _stored(inputs, options.model, options.features)
-        if data.flat:
-            owner, score = torch.from_numpy(data.owner), (matcher.score, matcher.score_pairs)
-            fit = fits(*score, data.images, data.texts, owner, options.target_precision)
-        findings = list(findings_of(data, fit, pixels, getattr(source, "classnames", None)))
-        keep = keep_list(data, findings, fit, plain, options.drop)
-        for name, table in (("findings", table_of(findings, FINDING, pa.float64())), ("keep", keep)):
+        data = _stored(store, source, execution.device) if inputs is None else _encoded(inputs)
+        if data.texts:
+            owner = torch.tensor([image for image, *_ in data.places])
+            fit = fits(data.images, data.texts, owner, options.target_precision, *score)
+        findings = list(findings_of(data, fit, look, getattr(source, "classnames", None)))
+        keep = keep_list(data, findings, fit, source, options.drop)
+        for name, table in (("findings", table_of(findings, FINDING)), ("keep", keep)):
             with atomic(out / f"{name}.parquet") as file:
                 pq.write_table(table, file)
         counts, reasons = Counter(one["kind"] for one in findings), Counter(keep["reason"].to_pylist())
-        found = [[name, counts[kind], reasons[kind]] for kind, name in NAMES.items()]
-        about = f"{len(data.keys):,} images, {len(data.flat):,} captions"
-        short: list[Block] = [Table(found, ["finding", "found", "captions that the keep-list omits"], about)]
+        images, captions, omitted = len(data.keys), len(data.places), len(keep) - reasons[""]
+        facts = made_by([model], " ".join(options.data))
+        summary = {
+            "images": images,
+            "captions": captions,
+            "findings": {kind: counts[kind] for kind in KINDS},
+            "rule": fit and asdict(fit.rule),
+            "keep": {"rows": len(keep), "kept": reasons[""], "omitted": omitted},
+        }
+        write_json(out / "audit.json", {**facts, **summary})
+        found = [[kind, counts[kind], reasons[kind]] for kind in KINDS]
+        header = ["finding", "found", "captions that the keep-list omits"]
+        short: list[Block] = [Table(found, header, f"{images:,} images, {captions:,} captions")]
         if fit is not None:
             plot = distributions({"annotated": fit.annotated, "random": fit.random}, "fit of a pair", 0.05)
             short += [Text(str(fit.rule)), plot]
-        facts, kept = made_by([options.model], " ".join(options.data)), reasons[""]
-        summary = {
-            "images": len(data.keys),
-            "captions": len(data.flat),
-            "findings": {kind: counts[kind] for kind in NAMES},
-            "rule": fit and asdict(fit.rule),
-            "keep": {"rows": len(keep), "kept": kept, "omitted": len(keep) - kept},
-        }
-        write_json(out / "audit.json", {**facts, **summary})
-        sections = {"In short": short, **dict(_examples(findings, plain))}
-        write_page(out / "report.html", Page("Audit", f"{plain.name}. {ABOUT}", sections, facts))
+        sections: dict[str, list[Block]] = {"In short": short}
+        for kind in KINDS:
+            first = [one for one in findings if one["kind"] == kind][:GALLERY]
+            lines = [filter(None, (one["key"], one["caption"], one["detail"], one["other"])) for one in first]
+            tiles = [tile(source, one["row"], *texts, side=224) for one, texts in zip(first, lines, strict=True)]
+            sections[kind] = [Gallery(tiles, f"{len(tiles):,} of {counts[kind]:,}; findings.parquet has all.", 4)]
+        write_page(out / "report.html", Page("Audit", f"{source.name}. {ABOUT}", sections, facts))
     warn(*left_out(data.skipped).lines())
     say_blocks(short)
-    say(f"keep-list: {out / 'keep.parquet'} omits {len(keep) - kept:,} of {len(keep):,}; page: {out / 'report.html'}")
+    say(f"keep-list: {out / 'keep.parquet'} omits {omitted:,} of {len(keep):,}; page: {out / 'report.html'}")
 
 
 def _encoded(inputs: Inputs) -> AuditedData:
@@ -119,36 +116,17 @@ def _encoded(inputs: Inputs) -> AuditedData:
     return AuditedData(rows, keys, captions_of, torch.cat(labels), images, of_texts, inputs.skipped)
 
 
-def _stored(inputs: Inputs, model: str, folder: Path) -> AuditedData:
-    """The data by features of a store, without labels. Raises: ValueError for a store of another model or data."""
-    store, source, matcher = FeatureStore(folder), inputs.source, inputs.matcher
-    whole, text = open_teacher(model, "cpu").fingerprint, matcher.encode_text(["a"])
-    one_vector = {*text, *matcher.encode_image([np.zeros((32, 32, 3), np.uint8)])} == {"vec"}
-    if store.file.weights not in (whole, prefix_fingerprint(whole, store.dim)) or not one_vector:
-        raise ValueError(f"{folder}: expected features of {model}, and that it has one vector per image and text.")
-    if store.dim > (dim := text["vec"].shape[1]):
-        raise ValueError(f"{folder} has features of {store.dim} numbers, and --dim asks for {dim}: omit --dim.")
-    keep_prefix_(matcher.model, store.dim)
-    places = store.places(source)  # [n]
-    rows, starts, device = np.flatnonzero(places >= 0), store.starts, matcher.model.device
-    bad = np.flatnonzero(places < 0).tolist()
-    inputs.skipped.extend(Skipped(row, name_of(source, row), "not in the feature store") for row in bad)
-    captions_of = [range(starts[place], starts[place + 1]) for place in places[rows]]
-    images = torch.from_numpy(store.images()[places[rows]]).float().to(device)
-    texts = torch.from_numpy(store.texts()[[t for texts in captions_of for t in texts]]).float().to(device)
-    keys, captions = (
-        [store.keys[place] for place in places[rows]],
-        [[store.captions[t] for t in x] for x in captions_of],
+def _stored(store: FeatureStore, source: Source, device: str) -> AuditedData:
+    """The data by features of a store, without labels. Raises: ValueError for a store of other data."""
+    places = store.places(source)
+    rows, bad = np.flatnonzero(places >= 0).tolist(), np.flatnonzero(places < 0).tolist()
+    images, none = places[rows], torch.full((len(rows),), -1)
+    texts = [range(*store.starts[image : image + 2].tolist()) for image in images.tolist()]
+    every = [text for of_image in texts for text in of_image]
+    of_images, of_texts = (
+        {"vec": torch.from_numpy(vectors).float().to(device)} if len(vectors) else {}
+        for vectors in (store.images()[images], store.texts()[every])
     )
-    none = torch.full((len(rows),), -1)
-    return AuditedData(rows.tolist(), keys, captions, none, {"vec": images}, {"vec": texts}, inputs.skipped)
-
-
-def _examples(findings: Sequence[Finding], source: Source) -> Iterator[tuple[str, list[Block]]]:
-    """The first findings of each kind: their images."""
-    for kind, name in NAMES.items():
-        every = [one for one in findings if one["kind"] == kind]
-        lines = [filter(None, (one["key"], one["caption"], one["detail"], one["other"])) for one in every[:GALLERY]]
-        tiles = [tile(source, one["row"], *texts, side=224) for one, texts in zip(every, lines, strict=False)]
-        if tiles:
-            yield name, [Gallery(tiles, f"{len(tiles):,} of {len(every):,}; findings.parquet has all.", 4)]
+    captions = [[store.captions[text] for text in of_image] for of_image in texts]
+    skipped = [Skipped(row, name_of(source, row), "not in the feature store") for row in bad]
+    return AuditedData(rows, [store.keys[n] for n in images], captions, none, of_images, of_texts, skipped)

@@ -20,7 +20,7 @@ from torch import Tensor
 from kiloword.apps.audit.outliers import Floats, OutlierRule, rule
 from kiloword.evaluation.metrics import check_scores
 from kiloword.model.encoding import chunks, rows
-from kiloword.randomness import generator
+from kiloword.randomness import some
 from kiloword.terminal.progress import track
 from kiloword.types import Features
 
@@ -31,6 +31,16 @@ Score = Callable[[Features, Features], Tensor]
 """Of images [I, ...] and texts [T, ...]: all scores [I, T], or those of pairs [N]."""
 
 
+def cosines(images: Features, texts: Features) -> Tensor:
+    """Of unit vectors: [I, T]."""
+    return images["vec"] @ texts["vec"].T
+
+
+def cosines_of_pairs(images: Features, texts: Features) -> Tensor:
+    """Of unit vectors: [N]."""
+    return (images["vec"] * texts["vec"]).sum(1)
+
+
 @dataclass(frozen=True)
 class Fits:
     """How well pairs fit, all on one scale: in standard deviations of random pairs above their mean."""
@@ -39,22 +49,21 @@ class Fits:
     random: Floats  # [R], of pairs of an image and a caption of another
     fitting: NDArray[np.int64]  # [T] other images whose score with the caption is at least that of its own
     rule: OutlierRule
-    weights: Floats  # of the discriminant: by captions, by images, and where images have several captions by these
 
 
 def fits(
-    score: Score,
-    pairs: Score,
     images: Features,
     texts: Features,
     owner: Tensor,
     precision: float = 0.8,
+    score: Score = cosines,
+    pairs: Score = cosines_of_pairs,
     chunk: int = 1024,
 ) -> Fits:
     """The fit of every annotated pair and of random ones, computed in blocks; nothing [I, T] is kept.
 
-    Args: score, pairs: the model's, of all pairs and of given ones; images [I, ...]; texts [T, ...]; owner [T] int64,
-    the image of each text, ascending; precision: of the rule.
+    Args: images [I, ...]; texts [T, ...]; owner [T] int64, the image of each text, ascending; precision: of the rule;
+    score, pairs: the model's, of all pairs and of given ones.
     Raises: ValueError for fewer than LEAST images, and scores that are NaN.
     """
     n = len(images["vec"])
@@ -69,15 +78,14 @@ def fits(
         total = vectors.new_zeros(n, vectors.shape[1]).index_add_(0, owner, vectors)
         others = total[owner] - vectors
         others[captions[owner] < 2] = 0  # the mean of no other caption: its cosines are 0
-        near = (F.normalize(others, dim=1) * vectors).sum(1).double()
-        means, cosines = {"vec": F.normalize(total, dim=1)}, lambda a, b: a["vec"] @ b["vec"].T
+        near, means = (F.normalize(others, dim=1) * vectors).sum(1).double(), {"vec": F.normalize(total, dim=1)}
         more = _standard_scores(cosines, near, means, {"vec": vectors}, owner, chunk)
         annotated, random = torch.cat([annotated, more[0]], 1), torch.cat([random, more[1]], 1)
     weights = _discriminant(annotated, random)
-    fit, chance = annotated @ weights, random @ weights
+    chance = random @ weights
     centre, spread = chance.mean(), chance.std().clamp(min=1e-12)
-    ours, theirs = (((x - centre) / spread).cpu().numpy() for x in (fit, chance))
-    return Fits(ours, theirs, fitting.cpu().numpy(), rule(ours, theirs, precision), (weights / spread).cpu().numpy())
+    ours, theirs = (((x - centre) / spread).cpu().numpy() for x in (annotated @ weights, chance))
+    return Fits(ours, theirs, fitting.cpu().numpy(), rule(ours, theirs, precision))
 
 
 def _standard_scores(
@@ -85,10 +93,9 @@ def _standard_scores(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Standard scores by row and by column of annotated pairs [T, 2], whose scores are `paired` [T], and of random ones
     [R, 2]; and the number [T] of other images that score at least as high with a caption as its own."""
-    n, t, device = len(images["vec"]), len(owner), owner.device
-    check_scores(paired)
+    n, t, device = len(images["vec"]), len(owner), check_scores(paired).device
     by_row, by_column = (torch.zeros(3, size, dtype=torch.float64, device=device) for size in (n, t))
-    fitting = torch.zeros(t, dtype=torch.int64, device=device)
+    fitting = torch.zeros_like(owner)
     blocks = [(r, c) for r in chunks(n, chunk) for c in chunks(t, chunk)]
     for r, c in track(blocks, "pairs", "blocks of pairs", len(blocks)):
         block = check_scores(score(rows(images, r), rows(texts, c))).double()
@@ -100,10 +107,8 @@ def _standard_scores(
         fitting[c] += ((block >= paired[c]) & others).sum(0)
     (row, row_std), (column, column_std) = _moments(by_row), _moments(by_column)
     annotated = torch.stack([(paired - row[owner]) / row_std[owner], (paired - column) / column_std], 1)
-    i, j = (
-        torch.from_numpy(np.sort(generator(0, "random pairs", size).choice(size, min(size, most), replace=False)))
-        for size, most in ((n, RANDOM_IMAGES), (t, RANDOM_TEXTS))
-    )
+    drawn = ((n, RANDOM_IMAGES), (t, RANDOM_TEXTS))
+    i, j = (torch.from_numpy(some(size, most, 0, "random pairs", size)) for size, most in drawn)
     block = score(rows(images, i), rows(texts, j)).double()
     random = torch.stack([((block.T - row[i]) / row_std[i]).T, (block - column[j]) / column_std[j]], 2)
     return annotated, random[i[:, None].to(device) != owner[j]], fitting
@@ -111,9 +116,8 @@ def _standard_scores(
 
 def _moments(sums: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation, 1 where it is 0, from count, sum and sum of squares [3, n]."""
-    count, total, squares = sums[0].clamp(min=1), sums[1], sums[2]
-    mean = total / count
-    deviation = (squares / count - mean.square()).clamp(min=0).sqrt()
+    mean, squares = sums[1:] / sums[0].clamp(min=1)
+    deviation = (squares - mean.square()).clamp(min=0).sqrt()
     return mean, torch.where(deviation > 1e-9, deviation, 1.0)
 
 

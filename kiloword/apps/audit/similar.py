@@ -15,6 +15,7 @@ from kiloword.data.classes.names import caseless
 from kiloword.model.encoding import chunks
 from kiloword.report.blocks import Pixels
 from kiloword.terminal.progress import track
+from kiloword.types import BadSample
 
 NEIGHBOURS = 4  # of each image, by features, that may be the same image
 GRID = 24  # pixels of a side at which images are compared
@@ -22,44 +23,47 @@ ALIKE = 0.9  # correlation of the colours of two such images, or of one mirrored
 SHARE, TINT = 0.1, 16.0  # largest differences of a channel: in its share of the contrast, and of mean colours (of 255)
 
 
-def near_duplicates(vectors: Tensor, look: Callable[[int], Pixels | None]) -> list[tuple[int, int, float]]:
-    """Pairs of duplicate images, and the correlation of their colours: first pairs with equal pixels, then near
-    duplicates, nearest first.
+def near_duplicates(vectors: Tensor, look: Callable[[int], Pixels]) -> list[tuple[int, int, float]]:
+    """Images that duplicate an earlier one: the first image of their group, the image, and the correlation of colours.
 
-    Other candidates are each image's nearest ones by features [I, D] of unit norm; colours decide, since to a model
-    that was trained on few images many scenes look alike. A crop that omits much is not found.
-    Args: look: the pixels of an image; None where it cannot be read.
+    Images with equal pixels are duplicates. Other candidates are each image's nearest ones by features [I, D] of unit
+    norm; colours decide, since to a model that was trained on few images many scenes look alike. A crop that omits much
+    is not found. Args: look: the pixels of an image; BadSample where it cannot be read.
     """
-    first, small, same = dict[tuple[bytes, tuple[int, ...]], int](), dict[int, Pixels](), list[tuple[int, int, float]]()
+    first, small = dict[tuple[bytes, tuple[int, ...]], int](), dict[int, Pixels]()
+    group_of, best = dict[int, set[int]](), dict[int, float]()
+
+    def join(i: int, j: int, alike: float) -> None:
+        joined = group_of.get(i, {i}) | group_of.get(j, {j})
+        group_of.update(dict.fromkeys(joined, joined))
+        best.setdefault(i, alike)
+        best.setdefault(j, alike)
+
     for image in track(range(len(vectors)), "pixels", "images", len(vectors)):
-        if (pixels := look(image)) is None:
+        try:
+            pixels = look(image)
+        except BadSample:
             continue
         i = first.setdefault((hashlib.blake2b(pixels.tobytes()).digest(), pixels.shape), image)
         if i == image:
             small[image] = np.asarray(Image.fromarray(pixels).resize((GRID, GRID), Image.Resampling.BOX))
         else:
-            same.append((i, image, 1.0))
+            join(i, image, 1.0)
     different = torch.tensor(list(small), dtype=torch.int64)
     vectors, cosine_of = vectors[different], dict[tuple[int, int], float]()
     for part in chunks(len(vectors), 1024):
         cosines = vectors[part] @ vectors.T
         cosines[torch.arange(len(cosines)), torch.arange(part.start, part.stop)] = -2
-        best = cosines.topk(min(NEIGHBOURS, len(vectors) - 1), dim=1)
-        pairs = torch.stack([different[part, None].expand_as(best.indices), different[best.indices]]).sort(0).values
-        cosine_of |= zip(map(tuple, pairs.flatten(1).T.tolist()), best.values.flatten().tolist(), strict=True)
+        nearest = cosines.topk(min(NEIGHBOURS, len(vectors) - 1), dim=1)
+        pairs = (
+            torch.stack([different[part, None].expand_as(nearest.indices), different[nearest.indices]]).sort(0).values
+        )
+        cosine_of |= zip(map(tuple, pairs.flatten(1).T.tolist()), nearest.values.flatten().tolist(), strict=True)
     for i, j in sorted(cosine_of, key=lambda pair: (-cosine_of[pair], pair)):
         if (alike := _alike(small[i], small[j])) >= ALIKE:
-            same.append((i, j, alike))
-    return same
-
-
-def groups(same: Sequence[tuple[int, int, float]]) -> list[list[int]]:
-    """Groups of images that are linked, each ascending; in order of their first images."""
-    group_of: dict[int, set[int]] = {}
-    for i, j, _ in same:
-        joined = group_of.get(i, {i}) | group_of.get(j, {j})
-        group_of |= dict.fromkeys(joined, joined)
-    return sorted({min(group): sorted(group) for group in group_of.values()}.values())
+            join(i, j, alike)
+    found = sorted((min(group), image, best[image]) for image, group in group_of.items())
+    return [one for one in found if one[0] != one[1]]
 
 
 def _alike(*images: Pixels) -> float:

@@ -10,10 +10,9 @@ import torch
 from numpy.typing import ArrayLike
 
 from kiloword.apps.mine.corpus import Corpus, Floats, Ints
-from kiloword.apps.mine.search import some
 from kiloword.evaluation.metrics import standing
 from kiloword.model.encoding import chunks
-from kiloword.randomness import generator, key
+from kiloword.randomness import generator, some
 
 BATCHES = 16  # at most, of which the true caption is ranked
 QUERIES, NEAREST = 4096, 100  # captions, at most, whose nearest ones are looked up; and how many of them
@@ -77,7 +76,7 @@ def ranks(corpus: Corpus, batch: int, seed: int) -> Floats:
 def nearest(corpus: Corpus, seed: int, k: int = NEAREST) -> Floats:
     """Mean similarity of a caption to its k nearest others (also of equal words), [Q]; at most QUERIES are drawn."""
     n = len(corpus.captions)
-    queries = some(n, QUERIES, key(seed, "nearest"))
+    queries = some(n, QUERIES, seed, "nearest")
     asked = corpus.load(corpus.texts, queries)
     best = asked.new_full((len(asked), min(k, n - 1)), -torch.inf)
     for part in chunks(n, 4096):

@@ -24,7 +24,7 @@ from kiloword.apps.mine.corpus import Corpus, Floats, Ints, Truth
 from kiloword.distributed.sharing import in_turns
 from kiloword.methods.fff.preset import Mined
 from kiloword.model.encoding import chunks
-from kiloword.randomness import key
+from kiloword.randomness import some
 from kiloword.terminal.progress import track
 
 TERMS = ("it", "ii", "tt")  # of eq. 2, by the similarity that each one asks for
@@ -34,20 +34,13 @@ DIGITS = 4  # decimal digits of a threshold
 LOWEST = 10.0**-DIGITS
 
 
-def some(n: int, most: int, number: int) -> Ints:
-    """At most `most` of n places, drawn without replacement, ascending."""
-    if n <= most:
-        return np.arange(n)
-    return np.sort(np.random.Generator(np.random.Philox(number)).choice(n, most, replace=False))
-
-
 def random_pairs(corpus: Corpus, seed: int, truth: Truth | None = None) -> tuple[Tensor, Tensor | None]:
     """S_it, S_ii and S_tt [3, n] of all pairs of some images with some captions, without annotated pairs.
 
     Also which of them are true [n], with ground truth.
     """
-    rows = some(len(corpus.keys), 2048, key(seed, "random pairs", "pictures"))
-    columns = some(len(corpus.captions), 4096, key(seed, "random pairs", "captions"))
+    rows = some(len(corpus.keys), 2048, seed, "random pairs", "pictures")
+    columns = some(len(corpus.captions), 4096, seed, "random pairs", "captions")
     others = torch.from_numpy(rows[:, None] != corpus.owner[columns])
     true = None if truth is None else truth(columns, rows).T[others]
     return corpus.similarities(rows, columns).cpu()[:, others], true

@@ -18,9 +18,9 @@ from holding import held_by_another
 from kiloword.apps.audit.labels import wrong_labels
 from kiloword.apps.audit.outliers import rule
 from kiloword.apps.audit.pairs import fits
-from kiloword.apps.audit.similar import groups, near_duplicates, repeated
+from kiloword.apps.audit.similar import near_duplicates, repeated
 from kiloword.cli.main import main
-from kiloword.types import Features
+from kiloword.types import BadSample, Features
 
 
 def data(images: int = 40, captions: int = 3, noise: float = 0.08, dim: int = 24) -> tuple[Features, Features, Tensor]:
@@ -33,46 +33,40 @@ def data(images: int = 40, captions: int = 3, noise: float = 0.08, dim: int = 24
     return {"vec": vectors}, {"vec": F.normalize(texts)}, owner
 
 
-def score(images: Features, texts: Features) -> Tensor:
-    return images["vec"] @ texts["vec"].T
-
-
-def pairs(images: Features, texts: Features) -> Tensor:
-    return (images["vec"] * texts["vec"]).sum(1)
-
-
 def test_fits_follow_from_standard_scores_of_rows_and_columns() -> None:
     images, texts, owner = data(captions=1)
-    found = fits(score, pairs, images, texts, owner, chunk=7)
-    scores = score(images, texts).double()
-    others = ~torch.eye(len(owner), dtype=torch.bool)
+    found = fits(images, texts, owner, chunk=7)
+    scores = (images["vec"] @ texts["vec"].T).double().numpy()
+    others = ~np.eye(len(owner), dtype=bool)
     row, column = (
-        torch.stack([(s[n] - s[n][others[n]].mean()) / s[n][others[n]].std(correction=0) for n in range(len(s))])
-        for s in (scores, scores.T)
+        np.stack([(s[n] - s[n][o].mean()) / s[n][o].std() for n, o in enumerate(others)]) for s in (scores, scores.T)
     )
-    weights = found.weights
-    assert len(weights) == 2
+    own, chance = np.stack([row.diagonal(), column.diagonal()]), np.stack([row[others], column.T[others]])
+    within = np.cov(own) + np.cov(chance)
+    within += 1e-3 * np.trace(within) / 2 * np.eye(2)
+    weights = np.linalg.solve(within, own.mean(1) - chance.mean(1))  # Fisher's discriminant
     assert (weights >= 0).all()
-    own = torch.stack([row.diagonal(), column.diagonal()], 1).numpy() @ weights
-    chance = torch.stack([row[others], column.T[others]], 1).numpy() @ weights
-    np.testing.assert_allclose(found.annotated, own - chance.mean(), atol=1e-5)
-    np.testing.assert_allclose(np.sort(found.random), np.sort(chance - chance.mean()), atol=1e-5)
-    assert found.random.std() == pytest.approx(1, abs=0.01)
+    centre, spread = (weights @ chance).mean(), (weights @ chance).std(ddof=1)
+    np.testing.assert_allclose(found.annotated, (weights @ own - centre) / spread, atol=1e-5)
+    np.testing.assert_allclose(np.sort(found.random), np.sort((weights @ chance - centre) / spread), atol=1e-5)
     assert found.fitting.tolist() == [int((scores[others[:, t], t] >= scores[t, t]).sum()) for t in range(len(owner))]
 
 
 def test_blocks_and_scale_do_not_change_fits() -> None:
     images, texts, owner = data()
-    whole = fits(score, pairs, images, texts, owner)
-    other = fits(lambda i, t: 3 + 9 * score(i, t), lambda i, t: 3 + 9 * pairs(i, t), images, texts, owner, chunk=11)
+    whole = fits(images, texts, owner)
+    scaled = (lambda i, t: 3 + 9 * i["vec"] @ t["vec"].T), (lambda i, t: 3 + 9 * (i["vec"] * t["vec"]).sum(1))
+    other = fits(images, texts, owner, 0.8, *scaled, chunk=11)
     np.testing.assert_allclose(other.annotated, whole.annotated, atol=1e-5)
+    with pytest.raises(ValueError, match="7 images"):
+        fits({"vec": images["vec"][:7]}, texts, owner[:21])
 
 
 def test_swapped_captions_fit_least_and_general_ones_do_not() -> None:
     images, texts, owner = data(images=200, captions=5)
     swapped = torch.arange(0, 100, 10)  # of 1000, first captions
     texts["vec"][swapped] = texts["vec"][swapped.roll(1)]
-    lowest = set(np.argsort(fits(score, pairs, images, texts, owner).annotated)[: len(swapped)].tolist())
+    lowest = set(np.argsort(fits(images, texts, owner).annotated)[: len(swapped)].tolist())
     assert len(lowest & set(swapped.tolist())) >= 9
     assert not {n for n in lowest if n % 5 == 4}, "general captions are no mismatches"
 
@@ -118,9 +112,14 @@ def test_near_duplicates_need_features_and_pixels() -> None:
     vectors = torch.randn(11, 16)
     vectors[8], vectors[10], vectors[9] = vectors[2] + 0.01, vectors[2], vectors[3] + 0.01
     vectors[5] = vectors[4]  # alike to the model, but not in pixels
-    same = near_duplicates(F.normalize(vectors), images.get)
-    assert groups(same) == [[2, 8, 10], [3, 9]]
-    assert not near_duplicates(F.normalize(vectors), lambda _: None)
+    found = near_duplicates(F.normalize(vectors), images.__getitem__)
+    assert [pair for *pair, _ in found] == [[2, 8], [2, 10], [3, 9]]
+    assert 0.9 <= found[0][2] < found[1][2] == pytest.approx(found[2][2]) == 1.0
+
+    def unreadable(image: int) -> np.ndarray:
+        raise BadSample("gone")
+
+    assert not near_duplicates(F.normalize(vectors), unreadable)
 
 
 def test_wrong_labels_are_those_that_were_changed() -> None:
@@ -170,12 +169,13 @@ def test_what_is_found_in_a_folder_and_what_is_kept(tmp_path: Path, capsys: pyte
     assert findings.column_names == ["kind", "key", "row", "index", "caption", "score", "other", "detail"]
     assert len(findings) == sum(found["findings"].values())
     page = (out / "report.html").read_text(encoding="utf-8")
-    assert "near-duplicate images" in page
+    assert "duplicate-image" in page
     assert "another of 3" in page or "&lt;b&gt;bold" in page
     whole = run(capsys, "audit", folder, "--model", model, "--out", tmp_path / "whole", "--drop", "label")
     assert "omits 0 of 50" in whole
     run(capsys, "embed", model, "--data", folder, "--dtype", "fp32", "--out", tmp_path / "features")
-    run(capsys, *judge, "--out", tmp_path / "b", "--features", tmp_path / "features")
+    by_features = ["audit", folder, "--features", tmp_path / "features", *judge[4:]]
+    run(capsys, *by_features, "--out", tmp_path / "b")
     stored = pyarrow.parquet.read_table(tmp_path / "b/keep.parquet").to_pylist()
     columns = ("key", "caption", "reason")
     assert [[row[c] for c in columns] for row in stored] == [[row[c] for c in columns] for row in keep]
@@ -196,7 +196,7 @@ def test_scores_of_other_heads(method: str, tmp_path: Path, capsys: pytest.Captu
     judge = ["audit", "scenes:test?n=12", "--model", model, "--out", tmp_path / "out"]
     run(capsys, *judge)
     assert len(pyarrow.parquet.read_table(tmp_path / "out/keep.parquet")) == 12
-    for words in ("--features x --image-features y", "--target-precision 0", "--target-precision 1.5"):
+    for words in ("--features x --image-features y", "--model=", "--target-precision 0", "--target-precision 1.5"):
         with pytest.raises(SystemExit) as end:
             run(capsys, *judge, *words.split())
         assert end.value.code == 2
