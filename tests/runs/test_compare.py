@@ -94,7 +94,7 @@ def test_seeds_alone_have_no_settings_and_curves_are_means_at_the_steps_that_all
         ("compare", "RUNS"),
         ("compare runs/other", "found 1 run with rows"),
         ("compare runs/none", "is no run"),
-        ("compare runs/other empty", "1 run"),
+        ("compare runs/other empty", "omitted: empty"),
         ("watch", "RUNS"),
         ("watch .", "holds none"),
     ],
