@@ -31,7 +31,7 @@ from kiloword.data.images.decode import decode, image_size
 from kiloword.data.joins import CaptionTable
 from kiloword.data.open import open_source
 from kiloword.data.reading import read
-from kiloword.data.sample import make_record
+from kiloword.data.sample import parse_beside
 from kiloword.data.sampler import choose_captions
 from kiloword.data.stored import StoreFile
 from kiloword.data.tar import open_tars
@@ -141,9 +141,9 @@ def read_caption(data: bytes, folder: Path) -> None:
     choice, body = (data[0] if data else 0) % 8, data[1:]
     if choice < 4:
         text, meta, cls = [(body, None, None), (None, body, None), (b"x", body, None), (b"x", None, body)][choice]
-        record = result_of(lambda: make_record("x", b"x", text, meta, cls))
-        if record is not None and record.captions:
-            few = choose_captions(record.captions, 2, DRAW)
+        row = result_of(lambda: parse_beside(text, meta, cls))
+        if row is not None and row["captions"]:
+            few = choose_captions(row["captions"], 2, DRAW)
             tokenizer().encode(drop_words(few, 0.5, DRAW), TextConfig(vocab=512))
         return
     path = folder / ("x.csv", "x.tsv", "x.parquet", "x.parquet")[choice - 4]

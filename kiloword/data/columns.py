@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import json
 import os
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,7 +18,7 @@ import pyarrow.parquet
 
 from kiloword.data.classes.names import places_among, spaced, text_lines
 from kiloword.data.rows import key_bytes
-from kiloword.data.sample import clean, decode_text, label_set, texts_in
+from kiloword.data.sample import clean, decode_text, label_set
 from kiloword.errors import suggestion
 from kiloword.terminal import shown
 from kiloword.types import BadSample, LabelSet
@@ -174,10 +176,22 @@ def decoded(value: Any) -> Any:
     return decode_text(value) if isinstance(value, bytes) else value
 
 
-def several(cell: str, lines: bool, objects: bool = False) -> list[Any]:
-    """The texts of a cell, of a list as of `texts_in`. Args: lines: other text has one a line. Raises BadSample."""
-    listed = texts_in(cell, objects)
-    return [line for line in cell.split("\n") if line.strip()] if lines and listed == [cell] else listed
+def texts_in(cell: str, lines: bool = False, objects: bool = False) -> list[Any]:
+    """The texts of a cell: of a list as JSON or Python write it, without its empty places; else the one text.
+
+    Args: lines: other text has one a line; objects: a list may hold anything. Raises: BadSample for a list of another
+    form, such as that of NumPy.
+    """
+    text = cell.strip()
+    for parse in (json.loads, ast.literal_eval) if text.startswith("[") else ():
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError), warnings.catch_warnings(action="ignore"):
+            values = parse(text)
+            exact = parse is json.loads or repr(values) == text  # Python joins 'a' 'b', which is NumPy's list, to 'ab'
+            if isinstance(values, list) and exact and (objects or all(isinstance(v, str | None) for v in values)):
+                return [value for value in values if value is not None]
+    if text.startswith(("['", '["')) and text.endswith("]"):
+        raise BadSample("a cell that looks like a list is not one of texts, as JSON or Python write it")
+    return [line for line in cell.split("\n") if line.strip()] if lines else [cell]
 
 
 def texts(cell: Any, lines: bool = False) -> list[str]:
@@ -188,14 +202,12 @@ def texts(cell: Any, lines: bool = False) -> list[str]:
     if isinstance(cell, str) and "\n" not in cell and not cell.lstrip().startswith("["):  # nearly every cell
         return clean([cell.removeprefix("\ufeff")])
     if isinstance(cell, dict):
-        named = [cell[name] for name in _FIELDS if name in cell] or [*cell.values()]
-        if len(named) != 1 and not set(_FIELDS) & set(cell):
+        named = [cell[name] for name in _FIELDS if name in cell]
+        if not named and len(cell) != 1:
             raise BadSample("a caption is not text")
-        return texts(named[0], lines)
-    if isinstance(cell, str):
-        cell = several(cell, lines)
+        return texts([*named, *cell.values()][0], lines)
     found = list[str]()
-    for one in cell if isinstance(cell, list) else [cell]:
+    for one in texts_in(cell, lines) if isinstance(cell, str) else cell if isinstance(cell, list) else [cell]:
         one = decoded(one)
         if isinstance(one, dict):
             found += texts(one)

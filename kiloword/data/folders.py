@@ -9,21 +9,18 @@ import hashlib
 import logging
 import os
 import re
-import stat
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from kiloword.data.classes.names import IMAGENET, names_of_wnids, places_among, spaced, templates
 from kiloword.data.columns import class_data, column_names
 from kiloword.data.images.decode import missing_package
 from kiloword.data.query import TableOptions
-from kiloword.data.rows import Rows, key_bytes, made_once
+from kiloword.data.rows import Rows, key_bytes
 from kiloword.data.sample import IMAGE_SUFFIXES, MAX_TEXT, parse_beside, read_whole
 from kiloword.data.tables import SCHEMA, open_table
 from kiloword.errors import LeftOut
@@ -34,7 +31,6 @@ LEAST = 2  # classes
 OF_DATA = ("classnames.txt", "zeroshot_classification_templates.txt", "tree.json")  # files about all images
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 FILE_NAME = "file_name"  # the column of images in these
-_UNREADABLE = "cannot be read"
 _BESIDE = ("txt", "json", "cls")
 _OF_DEVICES = {
     *("@eadir", "#recycle", "@recycle", "@recently-snapshot", "#snapshot", "@__thumb", ".@__thumb"),  # network storage
@@ -111,19 +107,19 @@ def _rows(
     prompts: list[str] | None,
     label_of: Mapping[str, int] | None = None,
 ) -> Rows:
-    """Images, with what lies beside them, which is read once.
+    """Images, with what lies beside them.
 
     Args: found: as of `image_folders`; label_of: of the folders, in place of labels beside images.
     """
-    images, stamps = list[str](), dict[str, tuple[int, int]]()
+    images, sizes = list[str](), dict[str, int]()
     for below, names, files in found:
         images += [below + image for image in names]
         used = {f"{_stem(image)}.{suffix}" for image in names for suffix in _BESIDE} | set(names)
-        stamps |= {below + file: _stamp(folder / below / file) for file in used & files}
+        sizes |= {below + file: _size(folder / below / file) for file in used & files}
     if not images:
         raise ValueError(no_images(folder, left))
     images.sort(key=lambda path: (_top(path), path))
-    lines = [f"{file} {size}" for file, (size, _) in sorted(stamps.items())]
+    lines = [f"{file} {size}" for file, size in sorted(sizes.items())]
     lines += [f"{inner} {label}" for inner, label in (label_of or {}).items()]
     digest = hashlib.blake2b(os.fsencode("\n".join(lines)), digest_size=16).hexdigest()
     stems = Counter(map(_stem, images))
@@ -132,45 +128,34 @@ def _rows(
         stem = _stem(image)
         made: dict[str, Any] = {"key": key_bytes(image if stems[stem] > 1 else stem), "file": os.fsencode(image)}
         try:
-            txt, meta, cls = (_beside(folder / f"{stem}.{s}", stamps.get(f"{stem}.{s}")) for s in _BESIDE)
+            txt, meta, cls = (_beside(folder / f"{stem}.{s}", sizes.get(f"{stem}.{s}")) for s in _BESIDE)
             made |= parse_beside(txt, meta, cls if label_of is None else b"%d" % label_of[_top(image)])
         except BadSample as error:
             made["error"] = str(error)
         return made
 
-    def make() -> pa.Table:
-        return pa.Table.from_pylist([row(image) for image in images], SCHEMA)
-
-    times = sorted(f"{file} {time}" for file, (_, time) in stamps.items() if not is_image(file))
-    identity = "\n".join(["folder 2", str(folder.absolute()), digest, *times])
-    table, path = made_once(identity, make) if times else (make(), None)
-    if path and pc.any(pc.match_substring(table.column("error"), _UNREADABLE)).as_py():  # it may be readable next time
-        path.unlink(missing_ok=True)
-        path = None
+    table = pa.Table.from_pylist([row(image) for image in images], SCHEMA)
     notes = [f"{name}: {line}" for line in left.lines()]
-    return Rows(name, table, folder, digest, classnames=classnames, templates=prompts, notes=notes, path=path)
+    return Rows(name, table, folder, digest, classnames=classnames, templates=prompts, notes=notes)
 
 
 def _top(path: str) -> str:
     return path.partition("/")[0]
 
 
-def _stamp(path: Path) -> tuple[int, int]:
-    """Size and time of change of a file; (-1, 0) of anything else."""
-    with suppress(OSError):
-        status = os.stat(path)
-        return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else (-1, 0)
-    return -1, 0
+def _size(path: Path) -> int:
+    """Bytes of a file; -1 for anything else."""
+    return path.stat().st_size if path.is_file() else -1
 
 
-def _beside(file: Path, stamp: tuple[int, int] | None) -> bytes | None:
+def _beside(file: Path, size: int | None) -> bytes | None:
     """The bytes of a file; None for a missing one. Raises BadSample."""
-    if stamp == (-1, 0):
+    if size == -1:
         raise BadSample(f"the {file.suffix} is no regular file")
     try:
-        return read_whole(file, f"the {file.suffix}", MAX_TEXT) if stamp else None
+        return None if size is None else read_whole(file, f"the {file.suffix}", MAX_TEXT)
     except OSError as error:
-        raise BadSample(f"the {file.suffix} {_UNREADABLE} ({error.strerror})") from None
+        raise BadSample(f"the {file.suffix} cannot be read ({error.strerror})") from None
 
 
 def has_class_folders(folder: Path) -> bool:
@@ -282,19 +267,19 @@ def _labels(name: str, folders: Sequence[str], listed: list[str] | None) -> tupl
 
     Among the listed names folders have the place of their own name; else their number, or that in sorted order.
     """
+    in_order = {folder: label for label, folder in enumerate(folders)}
     numbered = all(folder.isdecimal() and len(folder) <= _DIGITS for folder in folders)
     numbers = {folder: int(folder) for folder in folders} if numbered else {}
-    in_order = {folder: label for label, folder in enumerate(folders)}
     names = names_of_wnids(folders)
     if listed is None:
-        if names is None and not numbered and not all(map(_WNID.fullmatch, folders)):
+        if names is None and not numbers and not all(map(_WNID.fullmatch, folders)):
             names = spaced(folders)
         return numbers or in_order, names
     places = zip(folders, places_among(names or folders, listed), strict=True)
     by_name = {folder: place for folder, place in places if place is not None}
     if len(by_name) == len(folders):
         return by_name, listed
-    if numbered and max(numbers.values()) < len(listed):
+    if numbers and max(numbers.values()) < len(listed):
         return numbers, listed
     other = next(folder for folder in folders if folder not in by_name)
     if len(folders) != len(listed) or not (names or by_name.items() <= in_order.items()):
@@ -302,8 +287,5 @@ def _labels(name: str, folders: Sequence[str], listed: list[str] | None) -> tupl
             f"{name} has {len(folders)} class folders, but classnames.txt names {len(listed)} classes, of which none "
             f"is {shown(other[:60])!r}: expected folders named like the classes, or as many in the same order."
         )
-    log.warning(
-        "%s: %d of its %d class folders are not in classnames.txt, so they are taken in sorted order: %r is %r.",
-        name, len(folders) - len(by_name), len(folders), shown(other), shown(listed[in_order[other]]),
-    )  # fmt: skip
+    log.warning("%s: not all class folders are in classnames.txt, such as %r: they count in order.", name, shown(other))
     return in_order, listed

@@ -38,17 +38,12 @@ __all__ = ["expand", "mix", "open_data", "open_source"]
 
 _TABLES = (".csv", ".tsv", ".parquet", ".txt", ".token")
 _JSON = (".json", ".jsonl")
-_PACKED = re.compile(r".*\.(tar\.(gz|bz2|xz|zst)|tgz|tbz2|txz)", re.I)
+_TAR = re.compile(r".*\.(tar(\.(gz|bz2|xz|zst))?|tgz|tbz2|txz)", re.I)  # those that are packed are refused as tars
 _BESIDE_TARS = (".txt", ".json", ".csv", ".parquet", ".arrow", ".kwindex", ".md", ".log")  # what tools write
 _KINDS = (
-    "a folder of tars, a tar, a brace pattern x-{000..123}.tar, csv, tsv, parquet, json, jsonl, a folder of images, "
-    "class folders, or scenes"
+    "a folder of tars (not packed), a tar, a brace pattern x-{000..123}.tar, csv, tsv, parquet, json, jsonl, a folder of "
+    "images, class folders, or scenes"
 )
-_MEANT = {  # what is in a name that is not there: what was made of it
-    r";": "It was taken as one name, with the semicolon: name each data set by itself (--data A B).",
-    r"\{[^{}]*,[^{}]*\}": "{a,b} belongs to the name, only ranges such as {000..123} are expanded: use the shell.",
-    r"[*?\[]": "* and ? belong to the name: name the folder, a range such as {000..123}, or let the shell expand it.",
-}
 
 
 def open_source(src: str, size: int | None = None) -> Source:
@@ -85,7 +80,7 @@ def _open(src: str, size: int | None) -> Source:
     name, query = split_query(src)
     path = Path(name).expanduser()
     if not path.exists():
-        raise ValueError(f"{name}: no such file or folder.{_meant(name)} Expected {_KINDS}.")
+        raise ValueError(f"{name}: no such file or folder. Expected {_KINDS}; {{a,b}}, * and ; belong to a name.")
     if path.suffix.lower() in (*_TABLES, *_JSON) and path.is_file():
         return open_table(src, path, parse_query(name, query))
     if query:
@@ -95,9 +90,9 @@ def _open(src: str, size: int | None) -> Source:
     if path.is_dir():
         return _open_folder(src, path)
     check_regular(path)
-    if path.suffix.lower() == ".tar":
+    if _TAR.fullmatch(path.name):
         return _shards(src, [path])
-    raise ValueError(_packed([src]) or f"{src}: unknown kind of file. Expected {_KINDS}.")
+    raise ValueError(f"{src}: unknown kind of file. Expected {_KINDS}.")
 
 
 def _open_url(src: str) -> Source:
@@ -126,27 +121,8 @@ def _open_pattern(src: str) -> Source:
     is_table = Path(pattern).suffix.lower() in _TABLES
     files = [Path(name) for name in expand(pattern if is_table else src)]
     if missing := [file for file in files if not file.is_file()]:
-        raise ValueError(
-            f"{src}: {len(missing)} of {len(files)} {'files' if is_table else 'tars'} are missing, the first is "
-            f"{missing[0]}.{_meant(src)}"
-        )
+        raise ValueError(f"{src}: {len(missing)} of {len(files)} files are missing, the first is {missing[0]}.")
     return open_tables(src, files, parse_query(pattern, query)) if is_table else _shards(src, files)
-
-
-def _meant(name: str) -> str:
-    return next((f" {said}" for form, said in _MEANT.items() if re.search(form, name)), "")
-
-
-def _packed(files: list[str]) -> str:
-    return next(
-        (
-            f"{file} is a compressed tar, from which no sample can be read without those before it. Unpack it to a "
-            "plain .tar (gunzip, bunzip2, unxz, zstd -d)."
-            for file in files
-            if _PACKED.fullmatch(file)
-        ),
-        "",
-    )
 
 
 def open_data(data: DataConfig, size: int | None = None) -> Source:
@@ -177,14 +153,10 @@ def _open_folder(src: str, folder: Path) -> Source:
     tables = [f for f in files if f.lower().endswith(_TABLES[:3]) and f[0] != "." and (folder / f).is_file()]
     if tables and all(re.fullmatch(r"[0-9]{5,}\.parquet", table) for table in tables):  # of img2dataset
         return open_tables(src, [folder / table for table in tables])
-    with_tars = [file for file in files if _tars(folder / file)]
-    if inner := with_tars or tables or parents_of_images(folder):
-        kind = "tables" if inner is tables else "folders"
-        raise ValueError(
-            f"{src} is no data itself, but its {kind} {shown(', '.join(inner[:8]))} are: name one of them."
-        )
+    if inner := [file for file in files if _tars(folder / file)] or tables or parents_of_images(folder):
+        raise ValueError(f"{src} is no data itself, but may hold some: name one of {shown(', '.join(inner[:8]))}.")
     what = "a folder without tars or images" if files else "an empty folder"
-    raise ValueError(_packed([f"{folder}/{file}" for file in files]) or f"{src} is {what}. Expected {_KINDS}.")
+    raise ValueError(f"{src} is {what}. Expected {_KINDS}.")
 
 
 def _tars(folder: Path) -> list[Path]:

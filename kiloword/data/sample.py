@@ -1,21 +1,18 @@
-"""From the stored parts of one sample (image, .txt, .json, .cls) to a `Record`."""
+"""The stored parts of one sample (.txt, .json, .cls, .npy), and their limits."""
 
 from __future__ import annotations
 
-import ast
 import codecs
 import io
 import json
-import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kiloword.types import BadSample, LabelSet, NoCaption, Record
+from kiloword.types import BadSample, LabelSet
 
 IMAGE_SUFFIXES = (  # which `decode` reads; heic and heif by the extra `heif`
     *("jpg", "jpeg", "png", "webp", "bmp", "jfif", "gif", "tif", "tiff", "jp2", "j2k", "pbm", "pgm", "ppm", "pnm"),
@@ -47,17 +44,6 @@ def read_whole(path: Path, what: str, most: int) -> bytes:
     """A file of at most `most` bytes. Raises BadSample; OSError."""
     check_size(what, path.stat().st_size, most)
     return path.read_bytes()
-
-
-def make_record(key: str, image: bytes, text: bytes | None, meta: bytes | None, cls: bytes | None) -> Record:
-    """A Record from the members of a sample; None is a member that is not there. Raises BadSample with the reason."""
-    if not image:
-        raise BadSample("the image has zero bytes")
-    captions, info = parse_captions(text, meta)
-    label = parse_label(cls)
-    if not captions and label is None:
-        raise NoCaption(Record(key, image, [], None, info))
-    return Record(key, image, captions, label, info)
 
 
 def parse_beside(text: bytes | None, meta: bytes | None, cls: bytes | None) -> dict[str, Any]:
@@ -129,23 +115,6 @@ def clean(captions: list[str]) -> list[str]:
         except UnicodeEncodeError:  # a lone surrogate, which json can smuggle in
             raise BadSample("caption is not UTF-8") from None
     return [c for c in (caption.strip() for caption in captions) if c]
-
-
-def texts_in(cell: str, objects: bool = False) -> list[Any]:
-    """The texts of a cell: of a list as JSON or Python write it, else the one text. Empty places of a list are omitted.
-
-    Args: objects: the list may hold anything. Raises: BadSample for a list of another form, such as that of NumPy.
-    """
-    text = cell.strip()
-    for parse in (json.loads, ast.literal_eval) if text.startswith("[") else ():
-        with suppress(ValueError, SyntaxError, RecursionError, MemoryError), warnings.catch_warnings(action="ignore"):
-            values = parse(text)
-            exact = parse is json.loads or repr(values) == text  # Python joins 'a' 'b', which is NumPy's list, to 'ab'
-            if isinstance(values, list) and exact and (objects or all(isinstance(v, str | None) for v in values)):
-                return [value for value in values if value is not None]
-    if text.startswith(("['", '["')) and text.endswith("]"):
-        raise BadSample("a cell that looks like a list is not one of texts, as JSON or Python write it")
-    return [cell]
 
 
 def decode_text(raw: bytes) -> str:

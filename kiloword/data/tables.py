@@ -35,8 +35,8 @@ from kiloword.data.columns import (
     decoded,
     labels_of,
     read_table,
-    several,
     texts,
+    texts_in,
 )
 from kiloword.data.edits import digest
 from kiloword.data.layouts import beside, images_folder, read_layout
@@ -76,7 +76,7 @@ class NoRows(ValueError):
 
 
 class TableColumns(NamedTuple):
-    """Names of the columns that are read; "": none."""
+    """Names of the columns that are read."""
 
     image: str
     texts: tuple[str, ...]  # of captions, or of answers to a question
@@ -110,15 +110,13 @@ def choose(path: Path, names: Sequence[str], options: TableOptions) -> TableColu
     return chosen
 
 
-def open_table(
-    name: str, path: Path, options: TableOptions = DEFAULTS, prefix: str = "", columns: TableColumns | None = None
-) -> Rows:
+def open_table(name: str, path: Path, options: TableOptions = DEFAULTS, prefix: str = "") -> Rows:
     """The samples of one file; malformed lines come last, as bad samples.
 
     Of captions: one sample per image, in order of first appearance; of questions or labels alone: one per row. A key is
     the image's path without suffix, or the number of its first row where the table contains the images. Of questions,
     which may share an image, the path is followed by the number of the sample. The fingerprint covers the bytes of the
-    table and the options that select rows and texts. Args: prefix: of keys that are numbers; columns: as of `choose`.
+    table and the options that select rows and texts. Args: prefix: of keys that are numbers.
 
     Errors: ValueError for missing columns, an unreadable table; NoRows.
     """
@@ -126,11 +124,11 @@ def open_table(
         raise NoRows(f"{path} is empty.")
     contents, other, (classnames, templates) = fingerprint(path), beside(path, options), class_data(path.parent)
     chosen = replace(options, images="", annotations="")
-    of_rows = digest(contents, fingerprint(other) if other else "", repr(chosen), prefix, repr(columns))
+    of_rows = digest(contents, fingerprint(other) if other else "", repr(chosen), prefix, "None")
     place = cache_folder() / "rows" / f"{digest(contents, options.image)}.images"
     table, file = made_once(
         f"table 3 {of_rows} {path.name} {classnames} {cache_folder()}",
-        lambda: _table(name, path, options, other, place, classnames, prefix, columns),
+        lambda: _table(name, path, options, other, place, classnames, prefix),
     )
     told, folder = json.loads(table.schema.metadata[b"kiloword"]), path.parent
     if told["inside"]:
@@ -154,55 +152,48 @@ def _table(
     place: Path,
     listed: list[str] | None,
     prefix: str,
-    columns: TableColumns | None,
 ) -> pa.Table:
     """The rows of a file, and as metadata what is said of them all. Args: place: for images that it contains."""
-    layout, left = read_layout(path, options, other) if columns is None else None, LeftOut("row")
+    layout, left = read_layout(path, options, other), LeftOut("row")
     options = layout.options if layout else options
-    names = list(layout.cells) if layout else columns.texts if columns else column_names(path)
-    columns = columns or choose(path, names, options)
-    inside, parts = not layout and _inside(path, columns.image), list[str]()
+    columns = choose(path, list(layout.cells) if layout else column_names(path), options)
+    inside = not layout and _inside(path, columns.image)
     wanted = [columns.image * (not inside), *columns.texts, columns.question, *columns.info, columns.label]
-    wanted += [SPLIT * bool(options.split), STATUS * inside]
+    wanted += [SPLIT * bool(options.split), STATUS * (inside and STATUS in column_names(path))]
     with arrow_errors(path):
-        cells, malformed = layout[:2] if layout else read_table(path, [c for c in wanted if c in names])
+        cells, malformed = layout[:2] if layout else read_table(path, [*filter(None, wanted)])
         if columns.label and path.suffix.lower() == ".parquet":
             listed = class_label_names(path, columns.label) or listed
         labels, classnames = labels_of(name, cells[columns.label], listed) if columns.label else ([], None)
-        cells_of_images = cells.get(columns.image, [])
-        files = [cell if isinstance(cell, str | None) else str(decoded(cell)) for cell in cells_of_images]
-    if any(isinstance(cell, list | dict) for cell in cells_of_images):
+        paths = cells.get(columns.image, [])
+        files = [cell if isinstance(cell, str | None) else str(decoded(cell)) for cell in paths]
+    if any(isinstance(cell, list | dict) for cell in paths):
         raise ValueError(
             f"{path}: the column {columns.image} holds lists or objects. Expected paths; in a parquet also bytes, or a "
             "struct with `bytes` or `path`."
         )
     lone = "surrogatepass" if path.suffix.lower() in JSON else "surrogateescape"
     where: Cells = {"file": [file.encode(errors=lone) if file else None for file in files], "group": files}
-    where = _copied(path, columns.image, place) if inside else where if columns.image else {}
-    kept = list(range(len(next(iter((where or cells).values())))))
-    keys = [f"{prefix}{n}" for n in kept]
-    if files:
-        keys = [os.path.splitext(file)[0] if file else f"row {key}" for file, key in zip(files, keys, strict=True)]
-    if options.split:
-        parts = list(map(str, cells[SPLIT]))
-        kept = [n for n in kept if parts[n] == options.split]
-    if inside and STATUS in cells:
-        failed = {n for n in kept if cells[STATUS][n] != "success" and where["group"][n] is None}
-        for n in sorted(failed):
-            left.add(str(n), f"the download failed ({cells[STATUS][n]})")
-        kept = [n for n in kept if n not in failed]
+    where = _copied(path, columns.image, place) if inside else where
+    groups = where.pop("group")
+    kept = [n for n in range(len(groups)) if not options.split or str(cells[SPLIT][n]) == options.split]
+    failed = {n for n in kept if STATUS in cells and cells[STATUS][n] != "success" and groups[n] is None}
+    for n in sorted(failed):
+        left.add(str(n), f"the download failed ({cells[STATUS][n]})")
+    kept = [n for n in kept if n not in failed]
     if not kept and not malformed:
-        there = shown(", ".join(dict.fromkeys(parts))[:200])
+        there = shown(", ".join(dict.fromkeys(map(str, cells.get(SPLIT, []))))[:200])
         which = f" whose {SPLIT} is {shown(options.split[:60])!r}, but {there}" if options.split else ""
         raise NoRows(f"{path} has no rows{which}. Expected a text in each, and its image.")
-    images, one_each = dict[Any, list[int]](), columns.question or not columns.texts or not columns.image
-    groups = where.pop("group", [])
+    images = dict[Any, list[int]]()
     for n in kept:
-        images.setdefault(n if one_each else groups[n] or n, []).append(n)
+        images.setdefault((columns.texts and not columns.question and groups[n]) or n, []).append(n)
     samples = list(images.values())
     made = {column: [values[rows[0]] for rows in samples] for column, values in where.items()}
-    ends = [f"#{n}" if columns.question and not inside else "" for n in range(len(samples))]
-    made["key"] = [key_bytes(keys[rows[0]] + end) for rows, end in zip(samples, ends, strict=True)]
+    made["key"] = []
+    for number, (n, *_) in enumerate(samples):
+        key = os.path.splitext(files[n] or f"row {prefix}{n}")[0] if files else f"{prefix}{n}"
+        made["key"].append(key_bytes(f"{key}#{number}" if columns.question and files else key))
     captions, known = _parsed(cells, columns, samples, labels)
     arrays = {column: pa.array(values, SCHEMA.field(column).type) for column, values in (made | known).items()}
     bad = {"key": [key_bytes(line) for line, _ in malformed], "error": [reason for _, reason in malformed]}
@@ -232,8 +223,6 @@ def _parsed(
                     flat += texts(cells[column][n], lines=column == "captions")
             if isinstance(label, str):
                 raise BadSample(label)
-            if len(flat) == ends[-1] and not columns.image:
-                raise BadSample("no text")
         except BadSample as bad:
             error = str(bad)
         ends.append(len(flat))
@@ -253,7 +242,7 @@ def _answers(cells: Cells, columns: TableColumns, row: int, info: dict[str, Any]
     answers = decoded(cells[columns.texts[0]][row]) if columns.texts else None
     answers = answers.get("answer") if isinstance(answers, dict) else answers
     if answers is not None:
-        info[ANSWERS] = several(answers, lines=True, objects=True) if isinstance(answers, str) else answers
+        info[ANSWERS] = texts_in(answers, lines=True, objects=True) if isinstance(answers, str) else answers
     return clean(parse_answers(info) or [])
 
 

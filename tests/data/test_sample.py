@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kiloword.data.open import open_source
-from kiloword.data.sample import MAX_CAPTION, make_record, parse_label
+from kiloword.data.sample import MAX_CAPTION, parse_beside, parse_label
 from kiloword.types import BadSample, LabelSet
 from tars import photo, write_tar
 
@@ -19,7 +19,8 @@ from tars import photo, write_tar
 def outcome(text: bytes | None = None, meta: bytes | None = None) -> list[str] | str:
     """Captions, or the reason why there are none, in one line."""
     try:
-        return make_record("x", b"x", text, meta, None).captions
+        captions: list[str] = parse_beside(text, meta, None)["captions"]
+        return captions or "no caption"
     except BadSample as error:
         return str(error)
 

@@ -247,7 +247,7 @@ REFUSED: list[tuple[str, str | bytes, str]] = [  # what follows the path of a cs
     ("?answer=caption", HEAD, "question= and answer="),
     ("?question=image&answer=image&caption=caption", HEAD, "without caption="),
     ("?split=dev", b"image,caption,split\na,x,train\na,x,test\n", "'dev'.*train, test"),
-    (";y.csv", HEAD, "name each data set by itself"),
+    (";y.csv", HEAD, "belong to a name"),
 ]
 
 
