@@ -37,7 +37,7 @@ Malformed = list[tuple[str, str]]
 
 
 @contextmanager
-def arrow_errors(path: Path) -> Iterator[None]:
+def arrow_errors(path: Path | str) -> Iterator[None]:
     """Turn Arrow's errors of a damaged table into a ValueError. Errors of the disk are raised unchanged."""
     try:
         yield
@@ -100,9 +100,7 @@ def read_columns(path: Path | str, *names: str) -> list[list[str]]:
 
 
 def _read_csv(path: Path, columns: list[str]) -> tuple[Cells, Malformed]:
-    """Rows inside a quoted cell, whose quote is not closed, are malformed lines: they have as many cells, and a name
-    like others.
-    """
+    """Lines in a quoted cell that look like rows, with as many cells and a name like others, are malformed lines."""
     (mark, names), wrong, inner = _header(path), list[str](), list[str]()
     cells: Cells = {name: [] for name in columns}
     places = [(names.index(name), column) for name, column in cells.items()]
@@ -128,11 +126,7 @@ def _suffix(name: str) -> str:
 
 
 def _header(path: Path) -> tuple[str, list[str]]:
-    """Delimiter and column names. open_clip writes .csv separated by tabs, and Flickr30k has one separated by "| ", so
-    the first line decides.
-
-    Errors: ValueError when the first line is not UTF-8.
-    """
+    """Delimiter and column names; open_clip separates .csv by tabs, Flickr30k by "| ". Errors: ValueError."""
     with path.open("rb") as file:
         raw = file.readline(1 << 20)
     try:

@@ -21,7 +21,7 @@ from kiloword.types import NoCaption, Record, Source
 
 HELD_OUT = 0.1  # share of the keys
 PARTS = ("train-part", "val-part")  # PART:SRC is that part of SRC: data without a split, in two parts by key
-_OF_A_ROW = {"info", "scene", "hierarchies"}
+_OF_A_ROW = {"scene", "hierarchies"}
 _OF_ALL_ROWS = {"natural", "remote", "classnames", "templates", "notes", "answers", "majority", "labels", "relevance"}
 
 Edit = Callable[[int, list[str]], list[str]]
@@ -33,8 +33,33 @@ def digest(*texts: str) -> str:
     return hashlib.blake2b("\n".join(texts).encode(), digest_size=16).hexdigest()
 
 
+class Derived:
+    """Rows of other sources: `locate` says which."""
+
+    def locate(self, row: int) -> tuple[Source, int]:
+        """The source, and its row."""
+        raise NotImplementedError
+
+    def key(self, row: int) -> str:
+        """The key of the row in its source. Raises BadSample."""
+        return key_of(*self.locate(row))
+
+    def captions(self, row: int) -> list[str]:
+        """Captions, without reading the image if the source supports that. Raises BadSample."""
+        return texts_of(*self.locate(row))
+
+    def info(self, row: int) -> Mapping[str, Any]:
+        """`Record.info`, without reading the image if the source supports that. Raises BadSample."""
+        return info_of(*self.locate(row))
+
+    def record(self, row: int) -> Record:
+        """The stored sample. Raises BadSample with the reason."""
+        source, place = self.locate(row)
+        return source.record(place)
+
+
 @dataclass(eq=False, repr=False)
-class Selection:
+class Selection(Derived):
     """Some rows of a source, or other captions; all else is that of the source.
 
     Args: fingerprint: see `kiloword.types.Source`; rows [n]: of the source, None: all; edit: makes captions of those
@@ -64,25 +89,20 @@ class Selection:
         """The source, and its row."""
         return self.source, row if self.rows is None else int(self.rows[row])
 
-    def key(self, row: int) -> str:
-        """The key of the row in the source."""
-        return key_of(*self.locate(row))
-
     def captions(self, row: int) -> list[str]:
         """Captions, without reading the image where the source supports that. Raises BadSample."""
-        source, place = self.locate(row)
-        return texts_of(source, place) if self.edit is None else self.edit(place, texts_of(source, place))
+        captions = super().captions(row)
+        return captions if self.edit is None else self.edit(self.locate(row)[1], captions)
 
     def record(self, row: int) -> Record:
         """The stored sample with its captions. Raises BadSample with the reason."""
-        source, place = self.locate(row)
         if self.edit is None:
-            return source.record(place)
+            return super().record(row)
         try:
-            record = source.record(place)
+            record = super().record(row)
         except NoCaption as error:
             record = error.record
-        record = replace(record, captions=self.edit(place, record.captions))
+        record = replace(record, captions=self.edit(self.locate(row)[1], record.captions))
         if not record.captions and record.label is None:
             raise NoCaption(record)
         return record
@@ -116,12 +136,11 @@ def held_out(source: Source, part: str) -> Selection:
     return Selection(source, name, digest(f"{part} {HELD_OUT} {source.fingerprint}"), rows)
 
 
-class MixtureSource:
+class MixtureSource(Derived):
     """Concatenated sources; a weight is the number of passes over a source in an epoch.
 
-    A weight of 2.3 is two whole passes and a part of round(0.3 N) rows from a keyed permutation. Every pass has its own
-    row numbers, and so its own random draws. `at(epoch)` moves the part along the permutation: after 1/0.3 epochs all
-    rows were used equally often. The length never changes, only the rows of the part.
+    A weight of 2.3 is two whole passes and a part of round(0.3 N) rows from a keyed permutation, along which
+    `at(epoch)` moves the part. Every pass has its own row numbers, and so its own random draws.
     """
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float], epoch: int = 0) -> None:
@@ -161,23 +180,6 @@ class MixtureSource:
         which, local = self._place(row)
         return sum(map(len, self.sources[:which])) + local
 
-    def key(self, row: int) -> str:
-        """The key of the row in its source. Raises BadSample."""
-        return key_of(*self.locate(row))
-
-    def captions(self, row: int) -> list[str]:
-        """Captions, without reading the image if the source supports that. Raises BadSample."""
-        return texts_of(*self.locate(row))
-
-    def info(self, row: int) -> Mapping[str, Any]:
-        """`Record.info`, without reading the image if the source supports that. Raises BadSample."""
-        return info_of(*self.locate(row))
-
-    def record(self, row: int) -> Record:
-        """The stored sample. Raises BadSample with the reason."""
-        source, local = self.locate(row)
-        return source.record(local)
-
 
 def stored_row(source: Source, row: int) -> int:
     """A number of a row that each pass and epoch of a mixture has alike."""
@@ -186,7 +188,7 @@ def stored_row(source: Source, row: int) -> int:
 
 def origin(source: Source, row: int) -> tuple[Source, int]:
     """The source and the row that a row of selections and mixtures comes from."""
-    while isinstance(source, Selection | MixtureSource):
+    while isinstance(source, Derived):
         source, row = source.locate(row)
     return source, row
 

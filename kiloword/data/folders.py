@@ -55,13 +55,9 @@ def open_images(name: str, folder: Path, deep: bool = False) -> Rows:
 
 
 def open_classes(name: str, folder: Path) -> Rows:
-    """The images below the folders of a folder, one folder per class, sorted by class and name.
+    """The images below the folders of a folder, one folder per class (see docs/data.md), sorted by class and name.
 
-    Labels count the lines of classnames.txt where there is one: by the name of the folder, else in sorted order. Else
-    folders named by numbers are these labels and have no names; other folders count in sorted order, and their names
-    are those of the classes, "_" for a space; wnids of ImageNet are named by its table. Captions and other values may
-    lie beside the images. The fingerprint covers names, sizes and labels. `notes` names empty folders and what is not
-    used. Errors: ValueError for class names that do not fit.
+    The fingerprint covers names, sizes and labels. Errors: ValueError for class names that do not fit.
     """
     folders, left = sorted(_folders(folder)), LeftOut("path")
     listed, prompts = class_data(folder)

@@ -59,13 +59,9 @@ def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = 
     found, names = stats(source, decoded=what == "check"), getattr(source, "classnames", None) or []
     if what == "stats":
         _print(found, names)
-    if found.bad or what == "check":
-        say(*left_out(found.bad, _SHOWN).lines())
-        say(
-            f"{len(found.bad):,} of {found.rows:,} samples are bad ({len(found.bad) / found.rows:.2%})"
-            if found.bad
-            else "all samples are good"
-        )
+    say(*left_out(found.bad, _SHOWN).lines())
+    bad = f"{len(found.bad):,} of {found.rows:,} samples are bad ({len(found.bad) / found.rows:.2%})"
+    say(bad if found.bad else "all samples are good")
     if what == "check":
         return len(found.bad)
     say("Only headers of images were read: `kiloword data check` decodes them, and names those that are cut.")

@@ -1,12 +1,9 @@
 """Tables that are joined to images by key: extra captions, and keep-lists of captions.
 
 Extra captions (arXiv:2405.10286, section 4.4) are parquet tables with the columns `key`, and `captions` (lists of text)
-or `caption`; rows of one key are merged in their order.
-
-A keep-list, as `kiloword audit` writes it and `train --keep` reads it, has a row for each caption, and one for an image
-that cannot be read or has no caption: `key`, `caption` and `keep` (bool); other columns are not read. Captions are
-found by key and text, so that their order may change; where an image has a text several times, the rows of that text
-hold for it in their order.
+or `caption`; rows of one key are merged in their order. A keep-list, as `kiloword audit` writes it, has a row for each
+caption, and one for an image that cannot be read or has no caption: `key`, `caption` and `keep` (bool). Captions are
+found by key and text; rows of a text that an image has several times hold for it in their order.
 
 Data sets number their images alike (000000000, ...), so both say which images they were made from, and are joined to no
 other ones.
@@ -41,7 +38,6 @@ from kiloword.types import BadSample, NoCaption, Source
 
 SAMPLED = 64  # images of each source by which a file recognises it
 KEEP_COLUMNS = ("key", "caption", "keep")
-_TEXTS, _BOOL = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()), (pa.bool_(),)
 AGAIN = "Make one of this data by `kiloword audit SRC --model MODEL --out DIR`."
 UNKNOWN = "a caption that the keep-list lacks"
 
@@ -80,7 +76,7 @@ class CaptionTable(Keyed):
         if pa.types.is_large_list(cells.type):  # a key without captions has an empty one
             of_cell, cells = keys.take(pc.list_parent_indices(cells)), cells.flatten()
             keys, cells = pa.concat_arrays([of_cell, keys]), pa.concat_arrays([cells, pa.nulls(len(keys), cells.type)])
-        with arrow_errors(Path(path)):  # text that is not UTF-8
+        with arrow_errors(path):  # text that is not UTF-8
             super().__init__(path, pa.table({"key": keys, "caption": cells.cast(pa.large_string())}))
 
     def at(self, place: int) -> list[str]:
@@ -340,16 +336,12 @@ def _read(path: Path | str, *wanted: tuple[str, ...]) -> list[pa.Array]:
         table = pq.read_table(path, columns=chosen)
         if not len(table):
             raise ValueError(f"{path} has no rows. Expected a key in each row.")
-        return [_cells(path, name, table.column(name)) for name in chosen]
+    return [_cells(path, name, table.column(name)) for name in chosen]
 
 
 def _cells(path: Path, name: str, column: pa.ChunkedArray) -> pa.Array:
-    inner = column.type
-    while hasattr(inner, "value_type"):  # of lists and dictionaries
-        inner = inner.value_type
-    if inner not in (_BOOL if name == "keep" else _TEXTS):
-        expected = "true or false" if name == "keep" else "texts"
-        raise ValueError(f"{path}: the column `{name}` holds {shown(str(column.type)[:100])}. Expected {expected}.")
-    kind = inner if name == "keep" else pa.large_binary()
-    listed = name == "captions" and pa.types.is_nested(column.type)
-    return pa.chunked_array(column.cast(pa.large_list(kind) if listed else kind)).combine_chunks()
+    kind = pa.bool_() if name == "keep" else pa.large_binary()
+    if name == "captions" and pa.types.is_nested(column.type):
+        kind = pa.large_list(kind)
+    with arrow_errors(f"{path}: the column `{name}`"):
+        return pa.chunked_array(column.cast(kind)).combine_chunks()

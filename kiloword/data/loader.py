@@ -34,13 +34,11 @@ ATTEMPTS = 32  # rows tried in place of a bad one; with 1% bad rows all fail wit
 class Loader:
     """One rank's share of every global batch; a batch is a pure function of its step.
 
-    Args: order: of the rows; data: how images are read and captions chosen; text: how captions are packed; transforms:
-    of examples, in order, bound to the source; inputs: further fields of a batch, made from transformed examples;
-    stores: features that are added to examples; shown: the augmented views that they are of, which are then the images,
-    one in each epoch; notes: for the user, printed before the first step; truth: texts also carry which images of the
-    global batch they describe; questions: every image has the question that its texts answer; timeout: in seconds per
-    step.
-    Errors: ValueError when the source has no ground truth or no questions.
+    Args: transforms: of examples, in order, bound to the source; inputs: further fields of a batch, made from
+    transformed examples; stores: features that are added to examples; shown: the augmented views that they are of,
+    which are then the images, one in each epoch; notes: for the user, printed before the first step; truth: texts also carry
+    which images of the global batch they describe; questions: every image has the question that its texts answer;
+    timeout: in seconds per step. Errors: ValueError when the source has no ground truth or no questions.
     """
 
     source: Source

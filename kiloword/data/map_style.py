@@ -24,13 +24,11 @@ _HASHED = 8  # rows that the fingerprint covers
 class MapStyleSource:
     """A map-style data set whose samples are `(image, caption or captions)`, or `(image, class)` as torchvision's.
 
-    A class is an index; a list of indices is of an image with several classes (either may be None: no label).
-    Images should not be augmented: the recipe's augmentation is drawn by row and epoch, so that a resumed run gets the
-    same images. A row that raises an exception is a bad sample: it is counted, reported and replaced.
+    A class is an index, or a list of them; None: no label. Images should not be augmented: the recipe does that, so
+    that a resumed run gets the same images. A row that raises an exception is a bad sample: it is counted and replaced.
 
-    Args: name: recorded in runs and models; fingerprint: any text that changes when the data changes. By default it
-    covers the length and 8 samples spread over the data set; pass one if `dataset[i]` differs from call to call;
-    classnames, templates: of the classes, the first by default the `classes` of the data set, if it has any.
+    Args: name: recorded in runs and models; fingerprint: any text that changes when the data changes, by default of the
+    length and 8 samples; classnames, templates: of the classes, the first by default the `classes` of the data set.
     Errors: ValueError when the data set is empty, or its samples have another form.
     """
 
@@ -76,11 +74,9 @@ class MapStyleSource:
             image, text = self.dataset[row]
             if not self._is_class_data:
                 return stored(image), clean([text] if isinstance(text, str) else list(text)), None
-            if text is None:
-                return stored(image), [], None
             several = isinstance(text, list | tuple)
-            labels = label_set([operator.index(label) for label in (text if several else [text])])
-            return stored(image), [], labels if several else labels.indices[0]
+            labels = label_set([operator.index(one) for one in (text if several else [text]) if one is not None])
+            return stored(image), [], labels if several else next(iter(labels.indices), None)
         except (BadSample, MemoryError):
             raise
         except Exception as error:  # a user's class may raise anything; see `kiloword.data.reading.read`

@@ -41,19 +41,16 @@ _JSON = (".json", ".jsonl")
 _TAR = re.compile(r".*\.(tar(\.(gz|bz2|xz|zst))?|tgz|tbz2|txz)", re.I)  # those that are packed are refused as tars
 _BESIDE_TARS = (".txt", ".json", ".csv", ".parquet", ".arrow", ".kwindex", ".md", ".log")  # what tools write
 _KINDS = (
-    "a folder of tars (not packed), a tar, a brace pattern x-{000..123}.tar, csv, tsv, parquet, json, jsonl, a folder of "
-    "images, class folders, or scenes"
+    "a folder of tars (not packed), a tar, a brace pattern x-{000..123}.tar, csv, tsv, parquet, json, jsonl, a folder "
+    "of images, class folders, or scenes"
 )
 
 
 def open_source(src: str, size: int | None = None) -> Source:
     """The data set that `src` names.
 
-    Args: src: a folder of tars, a tar, csv, tsv, parquet, json or jsonl (these with parameters, see `query`, and
-    `layouts`), a brace pattern of tars or tables such as `x-{000..123}.tar`, a folder of images, class folders, or
-    `scenes...`; or a URL (see `remote`); or class data of these after "tree:", with captions by a tree of classes (see
-    `tree`); or one part of any of these, after "train-part:" or "val-part:" (see `held_out`); size: height and width of
-    drawn images (scenes) in pixels.
+    Args: src: see docs/data.md; after "tree:" class data, with captions by a tree of classes; after "train-part:" or
+    "val-part:" one part of any; size: height and width of drawn images (scenes) in pixels.
     Errors: ValueError when nothing is there, or nothing can be read. What is left out (`notes`) is printed on stderr.
     """
     source = _open(src, size)

@@ -13,6 +13,7 @@ import netrc
 import os
 import queue
 import re
+import shutil
 import threading
 import time
 import urllib.error
@@ -20,6 +21,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 from urllib.parse import quote, unquote, urlsplit
@@ -35,8 +37,7 @@ from kiloword.types import Source
 VARIABLE = "KILOWORD_REMOTE"
 _SETTING = re.compile(r"(limit|retries|timeout|backoff|ahead)=(\d[\d.e]*)([kmgt]?)b?")
 THREADS = 4  # files that a process fetches at once
-_CHUNK, _AT_ONCE = 1 << 16, 8 << 20  # bytes that are read at once from http, and from other file systems
-_PROGRESS = 1 << 16  # bytes after which an attempt counts as the first one
+_AT_ONCE = 1 << 20  # bytes that are read at once
 _LONGEST, _LONGEST_WAIT = 60.0, 120.0  # seconds: between attempts, as a server asks
 _IDLE = 600.0  # seconds after which a part is that of a killed process
 _SAFE = "!$%&'()*+,-./:;=?@[]_~"  # characters of a URL that a request keeps
@@ -57,7 +58,7 @@ class Settings(NamedTuple):
     """From the environment: `KILOWORD_REMOTE="limit=200GB retries=8 timeout=60"`. They change no result."""
 
     limit: float = 50e9  # bytes of fetched files on the local disk, of all runs and data sets together
-    retries: float = 5  # after the first attempt, as long as nothing arrives
+    retries: float = 5  # after the first attempt
     timeout: float = 30.0  # seconds without a byte that count as a failure
     backoff: float = 1.0  # seconds before the first retry, doubled for each further one
     ahead: float = 32_768  # rows of the order whose files are fetched ahead; 0: none
@@ -128,9 +129,7 @@ def _copy(address: Address, version: str) -> Path:
             with FileLock(locks / digest[:3]):
                 if not path.exists():
                     try:
-                        with part.open("wb") as file:
-                            _reserve(address, part, size)
-                            _tried(address, lambda: _fetch(address, file, size), file.tell)
+                        _tried(address, lambda: _fetch(address, part, size))
                         with FileLock(locks / "all"):  # or a listing might have it under both names, or none
                             part.replace(path)
                     finally:
@@ -156,11 +155,11 @@ def _reserve(address: Address, part: Path, size: int) -> None:
     while True:
         with FileLock(part.parent / "locks" / "all"):
             kept = sorted(_kept(part.parent))  # the least recently used first, then what is fetched
-            total = size + sum(count for *_, count, _ in kept)
-            for is_fetched, _, count, path in kept:
+            total = size + sum(held for *_, held, _ in kept)
+            for is_fetched, _, held, path in kept:
                 if total > limit and not is_fetched:
                     Path(path).unlink(missing_ok=True)
-                    total -= count
+                    total -= held
             if total <= limit:
                 os.truncate(part, size)
                 return
@@ -172,34 +171,38 @@ def _kept(folder: Path) -> Iterator[tuple[bool, float, int, str]]:
     for entry in os.scandir(folder):
         with suppress(FileNotFoundError):  # a part that is complete, or given up
             if entry.is_file():
-                used, count = entry.stat().st_mtime, entry.stat().st_size
-                yield entry.name.endswith(".part") and used > time.time() - _IDLE, used, count, entry.path
+                used, held = entry.stat().st_mtime, entry.stat().st_size
+                yield entry.name.endswith(".part") and used > time.time() - _IDLE, used, held, entry.path
 
 
-def _fetch(address: Address, file: BinaryIO, size: int) -> None:
-    """Write what a file lacks of its bytes."""
-    for chunk in (_http_bytes if _is_http(address) else _fsspec_bytes)(address, file.tell(), size):
-        file.write(chunk)
-    if file.tell() < size:
-        raise ConnectionError(f"the body ended {size - file.tell():,} bytes before its end")
+def _fetch(address: Address, part: Path, size: int) -> None:
+    with part.open("wb") as file:
+        _reserve(address, part, size)
+        if _is_http(address):
+            body, length = _response(address, {})
+        else:
+            fs, path = _fsspec(address)
+            body, length = fs.open(path, "rb"), str(size)
+        with body:
+            if length != str(size):
+                said = f"the server says that it has {length or 'some'} bytes, not {size:,} as in the index"
+                raise ConnectionError(said)
+            shutil.copyfileobj(body, file, _AT_ONCE)
+        if file.tell() != size:
+            raise ConnectionError(f"{file.tell():,} bytes came, not {size:,}")
 
 
 # Requests
 
 
-def _tried(address: Address, ask: Callable[[], T], done: Callable[[], int] = int) -> T:
-    """What `ask` returns, which is asked again after a fault. Args: done: the bytes that have come.
-
-    Raises: Unreachable, Missing; OSError of a full disk.
-    """
-    tried, limits = 0, settings()
-    while True:
-        before = done()
+def _tried(address: Address, ask: Callable[[], T]) -> T:
+    """What `ask` returns, which is asked again after a fault. Raises: Unreachable, Missing; OSError of a full disk."""
+    limits = settings()
+    for tried in count(1):
         try:
             return ask()
         except Exception as error:  # of any of a dozen libraries
             reason, wait = _passing(address, error)
-            tried = 1 if done() - before > _PROGRESS else tried + 1
             if tried > limits.retries:
                 raise Unreachable(
                     f"{address}: {reason} (tried {tried} times). Check the network and the server, then start the same "
@@ -207,6 +210,7 @@ def _tried(address: Address, ask: Callable[[], T], done: Callable[[], int] = int
                 ) from None
         share = 0.5 + os.getpid() % 64 / 64  # not at the same time as other processes
         time.sleep(max(min(limits.backoff * 2 ** (tried - 1), _LONGEST) * share, wait))
+    raise AssertionError
 
 
 def _passing(address: Address, error: Exception) -> tuple[str, float]:
@@ -241,18 +245,6 @@ def _http_version(address: Address) -> str:
     if not size.isdecimal():
         raise Unreachable(f"{address}: the server does not say how long it is. Expected a Content-Length.")
     return f"{size}-{_digest(tag)}"
-
-
-def _http_bytes(address: Address, start: int, size: int) -> Iterator[bytes]:
-    """The bytes of a file from `start` on, as they come."""
-    response, length = _response(address, {"Range": f"bytes={start}-{size - 1}"} if 0 < start < size else {})
-    with response:
-        if length != str(size):
-            raise ConnectionError(f"the server says that it has {length or 'some'} bytes, not {size:,} as in the index")
-        skip = 0 if response.status == 206 else start  # of servers without ranges
-        while chunk := response.read1(_CHUNK):
-            yield chunk[skip:]
-            skip = max(0, skip - len(chunk))
 
 
 def _response(address: Address, headers: dict[str, str]) -> tuple[Any, str]:
@@ -305,13 +297,6 @@ def _fsspec_version(address: Address) -> str:
     if info.get("type") == "directory" or info.get("size") is None:
         raise Unreachable(f"{address} is no file. Write a / at the end of a folder, to read the tars in it.")
     return f"{info['size']}-{_digest(next((str(info[name]) for name in _TAGS if info.get(name)), ''))}"
-
-
-def _fsspec_bytes(address: Address, start: int, size: int) -> Iterator[bytes]:
-    fs, path = _fsspec(address)
-    while chunk := bytes(fs.cat_file(path, start=start, end=min(start + _AT_ONCE, size))) if start < size else b"":
-        yield chunk
-        start += len(chunk)
 
 
 def _foreign(text: object) -> str:

@@ -1,6 +1,4 @@
-"""What a source may have beyond `kiloword.types.Source`, and how it is read where a source lacks it.
-
-No source has all of these members:
+"""What a source may have beyond `kiloword.types.Source`, and how it is read where a source lacks it:
 
     natural, remote   images may be cropped and mirrored at random (default True); reading a row can need the network
     notes             what a user should know of damaged parts of the data
@@ -14,9 +12,8 @@ No source has all of these members:
     image_levels()    the images at several levels of generality, with the info that HierarImgs has
     answers, majority()     every answer to a question; the most frequent one by type of question, None: over all
 
-`Record.info` may have: question and answers (one per annotator), question_type and answer_type for figures by type;
-image_id and question_id, which result files name; domain of NoCaps (in, near, out); hierarchies as above; group and
-level (0: the most general) of the levels of one image.
+`Record.info` may have: question, answers, question_type, answer_type; image_id, question_id, which result files name;
+domain of NoCaps (in, near, out); hierarchies as above; group and level (0: the most general) of the levels of an image.
 """
 
 from __future__ import annotations

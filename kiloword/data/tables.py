@@ -1,12 +1,6 @@
-"""csv, tsv and parquet tables, json and token files: captions, questions and their answers, class labels, or texts.
+"""csv, tsv and parquet tables, json and token files: captions, questions and their answers, or class labels.
 
-Columns: `image` (path relative to the table; in parquet also the bytes, or a struct with `bytes` or `path`) or
-open_clip's `filepath`; and `caption`, `captions` or open_clip's `title`. Or `question`, with `answers` or `answer`, and
-optional types. Or `label` (`class`, `cls`, `fine_label`), a class index, a class name or a list of them; their names
-are those of a `ClassLabel` (Hugging Face) or of classnames.txt. Other columns are named by options (`TableOptions`).
-
-Any of these cells is a text, or a list: of parquet, or as JSON or Python write it. `captions` and `answers` may have a
-text per line, and answers may be VQAv2's objects. A quote that is not closed where rows follow ends with its line.
+docs/data.md has the columns and the forms of their cells.
 """
 
 from __future__ import annotations
@@ -114,10 +108,8 @@ def open_table(name: str, path: Path, options: TableOptions = DEFAULTS, prefix: 
     """The samples of one file; malformed lines come last, as bad samples.
 
     Of captions: one sample per image, in order of first appearance; of questions or labels alone: one per row. A key is
-    the image's path without suffix, or the number of its first row where the table contains the images. Of questions,
-    which may share an image, the path is followed by the number of the sample. The fingerprint covers the bytes of the
-    table and the options that select rows and texts. Args: prefix: of keys that are numbers.
-
+    the image's path without suffix (of questions with the number of the sample), or the number of its first row where
+    the table contains the images. Args: prefix: of keys that are numbers.
     Errors: ValueError for missing columns, an unreadable table; NoRows.
     """
     if not path.stat().st_size:

@@ -1,13 +1,8 @@
 """Tars as img2dataset and webdataset write them: each is read once, and becomes rows of one Arrow file for its set.
 
 The file lies in the cache folder, or beside the tars, where `kiloword data index` puts it. Its metadata say which size
-and time of change each tar had: only tars that are new, or have changed, are read again.
-
-The key of a member is its name without the last suffix: `IMG_2023.05.01.jpg` and `IMG_2023.05.01.txt` are one sample.
-Where that leaves an image or a text alone, words before the suffix are the name of a field, as in webdataset:
-`0.image.jpg` and `0.caption.txt` are sample 0. Members that are not read are counted by reason. A .npy of at most
-`MAX_LABEL` bytes, which may name several classes, stands for the cls of a sample without one; beside a cls it may hold
-groups (DataComp), and stands for the json of a sample without one.
+and time of change each tar had: only tars that are new, or have changed, are read again. docs/data.md says what the
+keys of members are. A .npy stands for the cls of a sample without one, or for the json beside a cls (DataComp).
 """
 
 from __future__ import annotations
@@ -150,8 +145,7 @@ def index_beside(rows: Rows) -> tuple[Path, int] | None:
         try:
             write(path, rows.table)
         except OSError as error:
-            where = f"The same file is {rows.path}: put a copy" if rows.path else "Copy the tars, and put it"
-            raise ValueError(f"{path} cannot be written ({error.strerror}). {where} where the tars are read.") from None
+            raise ValueError(f"{path} cannot be written ({error.strerror}). A copy of it is {rows.path}.") from None
     return path, sum(bool(tar.note) for tar in tars)
 
 
@@ -370,14 +364,10 @@ def expand(pattern: str) -> list[str]:
 
     Errors: ValueError for a range that is empty, and for more than a million names.
     """
-    match = RANGE.search(pattern)
-    if match is None:
+    if (match := RANGE.search(pattern)) is None:
         return [pattern]
-    before, numbers, after = (
-        pattern[: match.start()],
-        range(int(match[1]), int(match[2]) + 1),
-        expand(pattern[match.end() :]),
-    )
+    before, after = pattern[: match.start()], expand(pattern[match.end() :])
+    numbers = range(int(match[1]), int(match[2]) + 1)
     if not 0 < (files := len(numbers) * len(after)) <= _MOST_NAMES:
         raise ValueError(
             f"{pattern} names {files:,} files. Expected at most {_MOST_NAMES:,}, and the smaller number first."

@@ -1,7 +1,6 @@
 """`tree:SRC`: class data whose captions name nodes of a tree of classes, such as WordNet's, with their exact truth.
 
-A caption that names a node is true of an image if the class of the image is the node or lies below it. So photos with
-class labels become image-text data of which every match is known, at any level of generality.
+A caption that names a node is true of an image if the class of the image is the node or lies below it.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ PLAIN = "a photo of {}"
 class ClassTree:
     """Nodes and what lies below them.
 
-    Attributes: captions: one of each node; paths: of each class, the nodes
-    from the root to its own; below [N, C] bool: which classes each node covers; nodes_of: the nodes of a caption.
+    Attributes: captions: one of each node; paths: of each class, the nodes from the root to its own; below [N, C] bool:
+    which classes each node covers; nodes_of: the nodes of a caption.
     """
 
     captions: list[str]
@@ -75,12 +74,7 @@ class _File:
 
 
 def read_tree(path: Path) -> ClassTree:
-    """A tree from json: `nodes`, {id: {"name", "parent": id or null, "phrase"}}, and `classes`, the node of each class.
-
-    `phrase` is the name with its article, "a" or "an" by default. `templates`, {number of words of a phrase: template
-    with {}}, lets captions of all nodes have one length; "a photo of {}" otherwise.
-    Raises: ValueError for a file of another form.
-    """
+    """A tree from json, see docs/data.md. Raises: ValueError for a file of another form."""
     from pydantic import TypeAdapter
 
     try:
@@ -88,10 +82,7 @@ def read_tree(path: Path) -> ClassTree:
         return _tree(TypeAdapter(_File).validate_json(raw), hashlib.blake2b(raw, digest_size=16).hexdigest())
     except (OSError, ValueError, KeyError) as error:
         reason = f"no node {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
-        raise ValueError(
-            f'{path} is no tree of classes ({shown(reason[:200])}). Expected nodes, {{id: {{"name": ..., "parent": id '
-            "or null}}, and classes, [id, ...]."
-        ) from None
+        raise ValueError(f"{path} is no tree of classes ({shown(reason[:200])}), see docs/data.md.") from None
 
 
 def _tree(stored: _File, digest: str) -> ClassTree:

@@ -204,8 +204,8 @@ def test_lists_of_other_data_are_refused(tmp_path: Path, source: Source) -> None
         (whole.slice(0, n - 3), "lacks 1 of the 6 images of .*0005"),
         (with_column("keep", [False] * n), "keeps no caption"),
         (with_column("keep", [None, *[True] * (n - 1)]), "keep has an empty"),
-        (with_column("keep", ["yes"] * n), "keep. holds string"),
-        (with_column("key", list(range(n))), "key. holds int64"),
+        (with_column("keep", ["yes"] * n), "keep. .*yes"),
+        (with_column("key", list(range(n))), "key. .*int64"),
         (whole.drop_columns(["keep"]), "no column 'keep'"),
         (whole.slice(0, 0), "no rows"),
     ):
