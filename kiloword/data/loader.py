@@ -36,8 +36,8 @@ class Loader:
 
     Args: transforms: of examples, in order, bound to the source; inputs: further fields of a batch, made from
     transformed examples; stores: features that are added to examples; shown: the augmented views that they are of,
-    which are then the images, one in each epoch; notes: for the user, printed before the first step; truth: texts also carry
-    which images of the global batch they describe; questions: every image has the question that its texts answer;
+    which are then the images, one in each epoch; notes: for the user, printed before the first step; truth: texts also
+    carry which images of the global batch they describe; questions: every image has the question that its texts answer;
     timeout: in seconds per step. Errors: ValueError when the source has no ground truth or no questions.
     """
 
