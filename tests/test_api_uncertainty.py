@@ -53,31 +53,25 @@ def test_either_side_in_either_side(method: str) -> None:
             assert torch.equal(m.includes(a, b, overlap=9.0), h > 0)
             assert not m.includes(a, b, overlap=0.0).any()
             assert not (m.includes(a, b, overlap=9.0) & m.includes(b, a, overlap=9.0).T).any()
+    if method == "prolip":
+        torch.testing.assert_close(m.score(images, texts), 1 - m.distance(images, texts) / 2)
+    none = {name: value[:0] for name, value in texts.items()}
+    assert m.uncertainty(none).shape == (0,)
+    assert m.distance(none, texts).shape == m.inclusion(none, texts).shape == (0, 3)
 
 
-def test_the_score_is_the_distance() -> None:
-    m = matcher()
-    images, texts = m.encode_image(photos(4)), m.encode_text(CAPTIONS)
-    torch.testing.assert_close(m.score(images, texts), 1 - m.distance(images, texts) / 2)
-
-
-def test_far_is_not_included() -> None:
-    """H is larger the farther a narrow Gaussian is from a wide one; `includes` asks for overlap."""
-    m, narrow, wide = matcher(), at(1.0, -6.0), at(1.0, -4.0)
-    far = at(-1.0, -6.0)
+def test_inclusion_needs_overlap_and_its_forms_differ() -> None:
+    """H is larger the farther a narrow Gaussian is from a wide one; `includes` asks for overlap. Of the last two, the
+    wider in most dimensions by the paper is the narrower by the integral."""
+    m, narrow, wide, far = matcher(), at(1.0, -6.0), at(1.0, -4.0), at(-1.0, -6.0)
     assert float(m.inclusion(far, wide)) > float(m.inclusion(narrow, wide)) > 0
     for form in ("paper", "exact"):
         assert m.includes(narrow, wide, overlap=1.0, form=form).item()
         assert not m.includes(wide, narrow, overlap=1.0, form=form).item()
         assert not m.includes(far, wide, overlap=1.0, form=form).item()
     assert m.includes(far, wide, overlap=5.0).item()
-
-
-def test_forms_differ() -> None:
-    """The wider in most dimensions by the paper, the narrower by the integral: the setting reaches both."""
     a = {"vec": torch.zeros(1, 2), "log_var": torch.tensor([[-1.0, 1.0]])}
     b = {"vec": torch.tensor([[0.0, 7.0]]), "log_var": torch.tensor([[4.0, 0.0]])}
-    m = matcher()
     assert float(m.inclusion(a, b)) > 0 > float(m.inclusion(a, b, form="exact"))
     assert m.includes(a, b, overlap=1e3).item()
     assert not m.includes(a, b, overlap=1e3, form="exact").item()
@@ -102,19 +96,6 @@ def test_overlap_is_what_the_model_calls_a_match(method: str) -> None:
     assert 3 < int(found.sum()) < 18
 
 
-def test_softmax_knows_no_overlap_and_nothing_is_no_pairs() -> None:
-    m, softmax = matcher(), matcher("clip+gaussian")
-    texts = softmax.encode_text(CAPTIONS)
-    with pytest.raises(ValueError, match="softmax never learned that"):
-        softmax.includes(texts, texts)
-    assert softmax.includes(texts, texts, overlap=1.0).shape == (3, 3)
-    texts = m.encode_text(CAPTIONS)
-    none = {name: value[:0] for name, value in texts.items()}
-    assert m.uncertainty(none).shape == (0,)
-    for measure in (m.distance, m.inclusion, m.includes):
-        assert measure(none, texts).shape == (0, 3)
-
-
 WRONG: list[tuple[Any, str]] = [
     (["a dog"], "need a .vec."),
     ({"log_var": torch.zeros(2, 16)}, "need a .vec."),
@@ -125,15 +106,18 @@ WRONG: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "sentence"), WRONG)
-def test_what_are_no_features_of_this_model_is_refused(given: Any, sentence: str) -> None:
-    m, good = matcher(), at(1.0, -5.0)
-    for measure in (m.distance, m.inclusion, m.includes):
-        for a, b in ((given, good), (good, given)):
-            with pytest.raises(ValueError, match=sentence):
-                measure(a, b)
+def test_what_are_no_features_of_this_model_is_refused() -> None:
+    m, softmax, good = matcher(), matcher("clip+gaussian"), at(1.0, -5.0)
+    for given, sentence in WRONG:
+        for measure in (m.distance, m.inclusion, m.includes):
+            for a, b in ((given, good), (good, given)):
+                with pytest.raises(ValueError, match=sentence):
+                    measure(a, b)
     with pytest.raises(ValueError, match="form is 'printed'"):
         m.inclusion(good, good, form="printed")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="softmax never learned that"):
+        softmax.includes(good, good)
+    assert softmax.includes(good, good, overlap=1.0).shape == (1, 1)
 
 
 def literal_csd(a: Features, b: Features, i: int, j: int) -> float:
@@ -155,7 +139,7 @@ def test_nearest_is_the_literal_distance_or_the_cosine() -> None:
             assert float(by_cosine[i, t]) == pytest.approx(cosine, abs=1e-5)
     assert not torch.equal(by_distance.argsort(1), by_cosine.argsort(1))  # variances matter here
     first = {name: value[:3] for name, value in images.items()}
-    for nearest, whole in (("csd", by_distance), ("cosine", by_cosine)):
+    for nearest, whole in (("csd", by_distance), ("cosine", by_cosine), (None, m.score(images, texts))):
         torch.testing.assert_close(m.score_pairs(first, texts, nearest), whole[:3].diagonal())  # type: ignore[arg-type]
 
 

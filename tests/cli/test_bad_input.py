@@ -11,7 +11,6 @@ import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -153,17 +152,9 @@ def test_bad_samples_are_named_and_replaced(
 def test_too_many_bad_samples_stop_the_run(refused: Refused, tmp_path: Path, name: str) -> None:
     write_tar(tmp_path / "data" / "0.tar", pairs(24) | bad_members([name]))
     output = refused(*train(tmp_path / "data", tmp_path / "out", "--batch", 25))
-    assert "1 of the data set's 25 rows are bad, more than the allowed 1.00%" in output
-    assert BAD[name][2] in output
+    for words in ("1 of the data set's 25 rows are bad, more than the allowed 1.00%", BAD[name][2], "--bad-share"):
+        assert words in output
     assert name.split(".")[0] in output
-    assert "--bad-share" in output
-
-
-def test_fewer_images_than_a_batch(refused: Refused, tmp_path: Path) -> None:
-    write_tar(tmp_path / "data" / "0.tar", pairs(7))
-    assert "batch" in refused(*train(tmp_path / "data", tmp_path / "out"))
-    epochs = train(tmp_path / "data", tmp_path / "out", "--steps", "None", "--epochs", 1)
-    assert "--epochs 1 is 0 steps of batch 8 on 7 images" in refused(*epochs)
 
 
 # Model folders
@@ -179,35 +170,35 @@ def uses(model: Path, tmp_path: Path) -> list[list[str]]:
     ]
 
 
-def test_no_model_folder(refused: Refused, a_run: Path, tmp_path: Path) -> None:
-    for words in uses(tmp_path / "none", tmp_path):
-        assert "is not a folder" in refused(*words)
-    assert f"Did you mean {a_run / 'model'}?" in refused(*train(SCENES, tmp_path / "out", "--init", a_run))
+def damaged(path: Path, damage: str) -> None:
+    raw = path.read_bytes()
+    path.write_bytes({"cut": raw[: len(raw) // 2], "empty": b"", "noise": os.urandom(500)}.get(damage, b""))
+    if damage == "gone":
+        path.unlink()
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 @pytest.mark.parametrize("damage", ["gone", "cut", "empty", "noise"])
 def test_model_folder_is_damaged(refused: Refused, model: Path, tmp_path: Path, name: str, damage: str) -> None:
-    raw = (model / name).read_bytes()
-    (model / name).unlink()
-    if damage != "gone":
-        (model / name).write_bytes({"cut": raw[: len(raw) // 2], "empty": b"", "noise": os.urandom(500)}[damage])
+    damaged(model / name, damage)
     for words in uses(model, tmp_path):
         assert name in refused(*words)
 
 
-@pytest.mark.parametrize(
-    ("part", "key", "value", "says"),
-    [("image", "colour", "red", "model.image.colour"), ("head", "dim", 8, "do not fit its config")],
-)
-def test_config_that_does_not_fit(
-    refused: Refused, model: Path, tmp_path: Path, part: str, key: str, value: Any, says: str
-) -> None:
-    config = json.loads((model / "config.json").read_text())
-    config["model"][part][key] = value
-    (model / "config.json").write_text(json.dumps(config))
-    for words in uses(model, tmp_path):
-        assert says in refused(*words)
+def test_no_model_folder_or_another_config(refused: Refused, a_run: Path, model: Path, tmp_path: Path) -> None:
+    for words in uses(tmp_path / "none", tmp_path):
+        assert "is not a folder" in refused(*words)
+    assert f"Did you mean {a_run / 'model'}?" in refused(*train(SCENES, tmp_path / "out", "--init", a_run))
+    whole = (model / "config.json").read_text()
+    for part, key, value, says in (
+        ("image", "colour", "red", "model.image.colour"),
+        ("head", "dim", 8, "do not fit its config"),
+    ):
+        config = json.loads(whole)
+        config["model"][part][key] = value
+        (model / "config.json").write_text(json.dumps(config))
+        for words in uses(model, tmp_path):
+            assert says in refused(*words)
 
 
 # The folder of a run
