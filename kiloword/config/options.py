@@ -25,9 +25,7 @@ class RecipeFlags(BaseSettings):
 class RunOptions:
     """Settings that may change when a run is resumed, as they do not change its result."""
 
-    workers: int | Literal["auto"] = setting(
-        "auto", "loader processes per rank; auto: by cores on CUDA, half of them on a CPU, none for scenes", 0
-    )
+    workers: int | Literal["auto"] = setting("auto", "loader processes per rank; auto: by cores and data", 0)
     device: str = setting("auto", "auto, cpu, cuda, cuda:N")
     log_every: int = setting(10, "steps between rows of metrics.jsonl", 1)
     log_to: Literal["file", "tensorboard", "wandb", "mlflow"] = setting(
@@ -42,9 +40,7 @@ class RunOptions:
     timeout: int = setting(600, "seconds that a rank waits for another rank or its loader before the run ends", 1)
     max_skipped_steps: int = setting(10, "stop after this number of steps in a row without a usable gradient", 1)
     parallel: Parallel = setting("ddp", "with several ranks (torchrun): weights are replicated (ddp) or sharded (fsdp)")
-    checkpointing: Checkpointing = setting(
-        "none", "activation checkpointing: whole blocks, or all except matrix products"
-    )
+    checkpointing: Checkpointing = setting("none", "activation checkpointing: whole blocks, or all but matrix products")
     compile: Compile = setting("none", "torch.compile blocks or towers")
     extend: bool = setting(False, "continue the run in --out to another length")
     trust_code: bool = setting(False, "import the module that config.json of --init names, if METHOD does not name it")

@@ -46,9 +46,7 @@ class ImageConfig(BaseSettings):
         "vit", "architecture; of a resnet, width is that of its output, depth its blocks, and patch 32"
     )
     size: int = setting(224, "height and width in pixels", 1, 1 << 13)
-    patch: int = setting(
-        16, "height and width of a patch in pixels; pixels beyond whole patches are not used", 1, DEPTH
-    )
+    patch: int = setting(16, "height and width of a patch in pixels; pixels beyond whole patches are unused", 1, DEPTH)
     width: int = setting(768, "width of a token", 1, 1 << 16)
     depth: int = setting(12, "number of blocks; 0: only with --image-tower", 0, DEPTH)
     heads: int = setting(12, "attention heads of each block", 1, DEPTH)
@@ -58,9 +56,7 @@ class ImageConfig(BaseSettings):
     class_token: bool = setting(True, "a learned token before the patches")
     extra_tokens: int = setting(0, "number of learned tokens after the class token: registers, mixture tokens", 0, 4096)
     uncertainty_token: bool = setting(False, "a learned token before the patches, for a Gaussian's variance")
-    uncertainty_blocks: int = setting(
-        0, "blocks beside the tower's last ones that make the uncertainty token; 0: it is learned", 0, DEPTH
-    )
+    uncertainty_blocks: int = setting(0, "blocks beside the last ones for the uncertainty token; 0: learned", 0, DEPTH)
     mask_token: bool = setting(False, "a learned token that replaces masked patches; only where a method trains it")
     pre_norm: bool = setting(True, "layer norm before the first block (CLIP)")
     activation: Activation = setting("gelu", "activation of the MLP")
@@ -81,9 +77,7 @@ class TextConfig(BaseSettings):
     mlp: int = setting(2048, "hidden width of the MLP", 1, 1 << 20)
     causal: bool = setting(True, "causal attention: a token attends only to earlier ones")
     pad_to_context: bool = setting(False, "attend to pads as to other tokens (SigLIP towers are trained so)")
-    extra_tokens: tuple[Literal["unc", "cls", "pad"], ...] = setting(
-        (), 'tokens after the end token: "unc", "cls", "pad"'
-    )
+    extra_tokens: tuple[Literal["unc", "cls", "pad"], ...] = setting((), 'tokens after the end: "unc", "cls", "pad"')
     uncertainty_blocks: int = setting(
         0, 'blocks beside the tower\'s last ones that make the output of "unc"; 0: the tower itself', 0, DEPTH
     )
@@ -106,13 +100,7 @@ class HeadConfig(BaseSettings):
     image_pool: Literal["cls", "mean", "max", "map", "attention", "attentional"] = setting(
         "cls", "pooling of image tokens; attention: of CLIP's resnets, map: SigLIP's, attentional: CoCa's"
     )
-    pool_queries: int = setting(
-        256,
-        "attentional: queries for captions; one more for the image feature",
-        1,
-        1 << 16,
-        needs="image_pool=attentional",
-    )
+    pool_queries: int = setting(256, "attentional: queries for captions", 1, 1 << 16, needs="image_pool=attentional")
     pool_width: int = setting(
         0, "attentional: width of the queries; 0: the image tower's", 0, 1 << 16, needs="image_pool=attentional"
     )
@@ -127,12 +115,8 @@ class HeadConfig(BaseSettings):
 class Preprocess(BaseSettings):
     """Preprocessing of images as in the training of the image tower."""
 
-    mean: tuple[float, float, float] = setting(
-        (0.48145466, 0.4578275, 0.40821073), "per channel, of pixel values in [0, 1]", -1000, 1000
-    )
-    std: tuple[float, float, float] = setting(
-        (0.26862954, 0.26130258, 0.27577711), "per channel, of pixel values in [0, 1]", 1e-6, 1000
-    )
+    mean: tuple[float, float, float] = setting((0.48145466, 0.4578275, 0.40821073), "of values in [0, 1]", -1000, 1000)
+    std: tuple[float, float, float] = setting((0.26862954, 0.26130258, 0.27577711), "of values in [0, 1]", 1e-6, 1000)
     resize: Resize = setting(
         "shortest", "shortest: resize the shortest side, then centre crop; N: resize it to N pixels", 1, 1 << 13
     )
@@ -146,18 +130,14 @@ class ModelConfig(BaseSettings):
     text: TextConfig = field(default_factory=TextConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     preprocess: Preprocess = field(default_factory=Preprocess)
-    init_std: float = setting(
-        0.0, "deviation of all initial weights (biases start at 0, norms at 1); 0: that of each layer", 0, 100
-    )
+    init_std: float = setting(0.0, "deviation of all initial weights (biases 0, norms 1); 0: of each layer", 0, 100)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(BaseSettings):
     """The optimizer."""
 
-    name: Literal["adamw", "adamp", "muon"] = setting(
-        "adamw", "adamp: PCME++'s; muon: hidden matrices by Muon, the rest by AdamW"
-    )
+    name: Literal["adamw", "adamp", "muon"] = setting("adamw", "adamp: PCME++'s; muon: of matrices, AdamW's rest")
     lr: float = setting(1e-3, "learning rate of AdamW", 0, 100)
     muon_lr: float = setting(0.02, "learning rate of Muon", 0, 100, needs="name=muon")
     weight_decay: float = setting(0.1, "AdamW; vectors, embeddings and positions have none", 0, 100)
@@ -165,28 +145,19 @@ class OptimConfig(BaseSettings):
     beta1: float = setting(0.9, "AdamW: decay of the mean gradient", 0, BELOW_1)
     beta2: float = setting(0.95, "AdamW: decay of the mean squared gradient", 0, BELOW_1)
     eps: float = setting(1e-8, "AdamW: added to the root of the mean squared gradient", 1e-20, 1)
-    delta: float = setting(
-        0.1, "AdamP: cosine of weights and gradient below which it projects, times sqrt(n)", 0, 100, needs="name=adamp"
-    )
-    wd_ratio: float = setting(
-        0.1, "AdamP: share of the weight decay that projected weights get", 0, 1, needs="name=adamp"
-    )
+    delta: float = setting(0.1, "AdamP: projects where cosine * sqrt(n) is below it", 0, 100, needs="name=adamp")
+    wd_ratio: float = setting(0.1, "AdamP: share of the weight decay of projected weights", 0, 1, needs="name=adamp")
     momentum: float = setting(0.95, "momentum of Muon", 0, BELOW_1, needs="name=muon")
     warmup: float = setting(0.05, "below 1: share of the steps, at most 2,000; else number of steps", 0, 1e12)
     final_lr: float = setting(0.0, "learning rate at the end of the cosine, as share of lr", 0, 100)
     clip: float = setting(1.0, "clip the gradient to this norm; 0: no clipping", 0, 1e12)
     explode: float = setting(
-        100.0,
-        "skip a step whose gradient norm is above this multiple of the running mean; 0: only NaN or infinite",
-        0,
-        1e12,
+        100.0, "skip steps of gradient norms above this multiple of their mean; 0: only NaN", 0, 1e12
     )
     scale_lr: float = setting(1.0, "learning-rate multiplier of the head's scale and bias", 0, 1e4)
     text_lr: float = setting(1.0, "learning-rate multiplier of the text tower; lower it to prevent forgetting", 0, 1e4)
     trunk_lr: float = setting(0.1, "learning-rate multiplier of trunks (AdamW's, not Muon's), if trained", 0, 1e4)
-    layer_decay: float = setting(
-        1.0, "learning-rate multiplier of a block over that of the block above it; 1: off", ABOVE_0, 1
-    )
+    layer_decay: float = setting(1.0, "learning rate of a block as share of the block's above it; 1: off", ABOVE_0, 1)
     ema: float = setting(0.0, "decay of the weight average that is evaluated and saved; 0: no averaging", 0, 1)
 
 
@@ -201,9 +172,7 @@ class LoraConfig(BaseSettings):
         "layers, [image:|text:][BLOCKS:]NAME,..., by the ends of their names: qkv, image:8-11:qkv,fc",
         needs="rank!=0",
     )
-    save: Literal["merged", "apart"] = setting(
-        "merged", "apart: also write the adapters alone, to OUT/adapter", needs="rank!=0"
-    )
+    save: Literal["merged", "apart"] = setting("merged", "apart: also adapters alone, to OUT/adapter", needs="rank!=0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,9 +180,7 @@ class AugmentConfig(BaseSettings):
     """Augmentation of training images and captions, drawn per (seed, epoch, row)."""
 
     crop: float = setting(1.0, "smallest share of the area in a RandomResizedCrop; 1: no random crop", 0.001, 1)
-    ratio: float = setting(
-        4 / 3, "largest aspect ratio of a crop; the smallest is its inverse", 1, 100, needs="crop!=1.0"
-    )
+    ratio: float = setting(4 / 3, "largest aspect ratio of a crop; smallest: its inverse", 1, 100, needs="crop!=1.0")
     flip: float = setting(0.0, "probability of a horizontal flip", 0, 1)
     jitter: float = setting(0.0, "probability of colour jitter", 0, 1)
     jitter_strength: tuple[float, float, float, float] = setting(
@@ -221,9 +188,7 @@ class AugmentConfig(BaseSettings):
     )
     grayscale: float = setting(0.0, "probability of conversion to grayscale", 0, 1)
     blur: float = setting(0.0, "probability of a Gaussian blur", 0, 1)
-    blur_sigma: tuple[float, float] = setting(
-        (0.1, 2.0), "range of its deviation in pixels", 0, 1000, needs="blur!=0.0"
-    )
+    blur_sigma: tuple[float, float] = setting((0.1, 2.0), "range of a blur's deviation", 0, 1000, needs="blur!=0.0")
     drop_words: float = setting(0.0, "probability of dropping a word of a caption; at least one stays", 0, 1)
     drop_patches: float = setting(
         0.0, "share of its patches (with a trunk: places of the map of tokens) that an image loses", 0, BELOW_1
@@ -248,18 +213,12 @@ class DataConfig(BaseSettings):
     raw_captions: bool = setting(True, "keep the images' own captions beside the extra ones")
     keep: tuple[str, ...] = setting((), "keep-lists (`kiloword audit`): train on the pairs that they keep")
     features: tuple[str, ...] = setting((), "feature stores (`kiloword embed`), joined by row or key")
-    image_features: tuple[str, ...] = setting(
-        (), "tokens of images in place of their pixels, in which no trunk runs (`kiloword embed --tokens`)"
-    )
-    text_features: tuple[str, ...] = setting(
-        (), "tokens of captions in place of their words (`kiloword embed --tokens`)"
-    )
+    image_features: tuple[str, ...] = setting((), "tokens of images in place of their pixels (`embed --tokens`)")
+    text_features: tuple[str, ...] = setting((), "tokens of captions in place of their words (`embed --tokens`)")
     captions: int | Literal["one", "all"] = setting(
         "one", "captions (vqa: answers) of an image in a batch: one (drawn each epoch), all, or N"
     )
-    rows: int = setting(
-        0, "train on a fixed subset of this many rows, transforms take partners from all; 0: all rows", 0
-    )
+    rows: int = setting(0, "train on a fixed subset of this many rows, with partners from all; 0: all rows", 0)
     first_captions: bool = setting(
         False,
         "of N captions, the first N of an image in every epoch (its own, then extra ones), not others each epoch",
@@ -270,7 +229,7 @@ class DataConfig(BaseSettings):
     bad_share: float = setting(0.01, "stop when a larger share of the rows is bad", 0, 1)
     tokenizer: str = setting("own", "own: trained on the captions; clip, siglip, or a file (docs/training.md)")
     tokenizer_vocab: int = setting(
-        4096, "largest vocabulary of the tokenizer trained on the captions", 262, 1 << 22, flag="vocab"
+        4096, "largest vocabulary of a tokenizer of the captions", 262, 1 << 22, flag="vocab"
     )
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
@@ -300,9 +259,7 @@ class Recipe(BaseSettings):
     batch: int = setting(128, "images in a step, over all ranks", 1)
     micro: int = setting(0, "images in a micro-batch of a rank; 0: its whole share", 0)
     chunk: int = setting(0, "rows and columns of a block of pairs; 0: automatic", 0)
-    precision: Precision = setting(
-        "fp32", "precision of the computation; weights stay in fp32; auto: by size and device"
-    )
+    precision: Precision = setting("fp32", "precision of the computation; weights are fp32; auto: by size and device")
     matmul: Matmul = setting("highest", "precision of fp32 matrix products; high: TF32 on CUDA; auto: by device")
     seed: int = setting(0, "seed of initial weights, order and augmentation")
     data: DataConfig = field(default_factory=DataConfig, metadata=about(flag=""))
