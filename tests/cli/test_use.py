@@ -107,9 +107,6 @@ def test_classes_are_the_matchers(place: Path, capsys: pytest.CaptureFixture[str
     assert list(written["skipped"]) == [str(place / BAD)]
     assert "1 image skipped, cannot be used: not an image" in warned
     assert "\x1b" not in printed + warned
-
-
-def test_classes_of_a_file_and_of_a_data_set(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["classify", place / "clip", "--images", place / "photos"]
     (place / "names.txt").write_text("\n".join(NAMES))
     (place / "templates.txt").write_text("a {c}\none {}\n")

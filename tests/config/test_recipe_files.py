@@ -34,36 +34,29 @@ def run(*words: object) -> None:
     main([str(word) for word in words])
 
 
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("name", papers.names())
 def test_a_recipe_sets_what_its_paper_states(name: str) -> None:
-    """Every stated value is set, and says where it is stated; the towers' own values may come from the size."""
-    entries = values(name)
-    for setting, (stated, quotation, place) in VALUES[name].items():
+    """Every stated value is set, and says where it is stated; the towers' own values may come from the size. Each
+    recipe builds its method; a value has a source or a reason."""
+    chosen, entries = papers.load(name), values(name)
+    for setting, (stated, quotation, place) in VALUES.get(name, {}).items():
         if setting == "method":
-            assert papers.load(name).method == stated
+            assert chosen.method == stated
             continue
         entry = entries[setting]
         value = tuple(entry.value) if isinstance(entry.value, list) else entry.value
         assert value == stated, f"{setting}: the paper says {stated} ({quotation!r}, {place})"
         assert entry.source or setting.startswith("model."), f"{setting}: no source, but the paper states it ({place})"
-
-
-@pytest.mark.parametrize("name", papers.names())
-def test_values_are_settings(name: str) -> None:
-    """Each recipe builds its method; a value has a source or a reason; none is without effect."""
-    chosen = papers.load(name)
-    for key, entry in (values(name) | chosen.facts).items():
+    for key, entry in (entries | chosen.facts).items():
         assert bool(entry.source) != bool(entry.open), key
-    size = chosen.value("size")
-    plain = default_recipe(chosen.method, size)
-    recipe = replace(fill(plain, chosen), settings=chosen.settings())
+    recipe = replace(fill(default_recipe(chosen.method, chosen.value("size")), chosen), settings=chosen.settings())
     check(recipe)
     preset(recipe.method, recipe.settings)
     assert len(chosen.length()) == 1
     assert chosen.about
     assert chosen.paper
     now = {leaf.path: leaf.value for leaf in leaves(recipe)}
-    for key, entry in values(name).items():
+    for key, entry in entries.items():
         if key in now:
             assert json.loads(json.dumps(now[key])) == entry.value, key
 
@@ -134,15 +127,10 @@ def test_own_file(tmp_path: Path) -> None:
     assert (recipe.batch, recipe.data.augment.blur_sigma, recipe.optim.beta2) == (64, (0.5, 1.0), 0.95)
     path.write_text("batch = 64")
     assert papers.expanded(read(path)) == {"batch": RecipeValue(64)}
-
-
-def test_size_of_a_file_replaces_the_towers_of_its_base(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
     path.write_text('base = "prolip-b16-1.28b"\nsize = "debug"\nmodel.text.depth = 3\n')
-    mine, plain = read(path), default_recipe("prolip", "debug")
-    model = fill(plain, mine).model
-    assert model.image == plain.model.image
-    assert model.text == replace(plain.model.text, depth=3)
+    plain = default_recipe("prolip", "debug")  # another size replaces the towers of the base
+    model = fill(plain, read(path)).model
+    assert (model.image, model.text) == (plain.model.image, replace(plain.model.text, depth=3))
 
 
 PUBLIC_CODE = {  # read in the public code that each reason names
@@ -157,11 +145,11 @@ PUBLIC_CODE = {  # read in the public code that each reason names
 }
 
 
-@pytest.mark.parametrize("name", PUBLIC_CODE)
-def test_what_papers_leave_open_is_as_in_public_code(name: str) -> None:
-    entries = values(name)
-    assert {key: entries[key].value for key in PUBLIC_CODE[name]} == PUBLIC_CODE[name]
-    assert all(entries[key].open for key in PUBLIC_CODE[name])
+def test_what_papers_leave_open_is_as_in_public_code() -> None:
+    for name, stated in PUBLIC_CODE.items():
+        entries = values(name)
+        assert {key: entries[key].value for key in stated} == stated, name
+        assert all(entries[key].open for key in stated), name
 
 
 @pytest.mark.slow

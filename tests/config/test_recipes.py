@@ -73,24 +73,17 @@ def test_a_size_by_its_name_in_open_clip_suggests_ours() -> None:
             model_of_size(theirs)
 
 
-def test_a_file_of_settings(tmp_path: Path) -> None:
+def test_a_file_of_settings_is_read_or_refused(tmp_path: Path) -> None:
     path, file = tmp_path / "config.json", ModelFile(method="clip", settings={}, model=sizes()["debug"])
     path.write_bytes(TypeAdapter(ModelFile).dump_json(file))
     assert read_config(path, ModelFile) == file
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [b"[" * 100_000, b'{"recipe":' * 50_000, b"\xff\xfe", b"", b"null", b"[]", b"NaN", b"9" * 5000, b'{"\\ud800": 1}',
-     b" " * (LARGEST + 1)],
-    ids=range(10),
-)  # fmt: skip
-def test_settings_that_cannot_be_read(tmp_path: Path, raw: bytes) -> None:
-    (tmp_path / "config.json").write_bytes(raw)
-    for kind in (RunFile, ModelFile):
-        with pytest.raises(ValueError, match=r"config.json cannot be used") as caught:
-            read_config(tmp_path / "config.json", kind)
-        assert len(str(caught.value)) < 700
+    raws = [b"[" * 100_000, b'{"recipe":' * 50_000, b"\xff\xfe", b"", b"null", b"[]", b"NaN", b"9" * 5000]
+    for raw in (*raws, b'{"\\ud800": 1}', b" " * (LARGEST + 1)):
+        path.write_bytes(raw)
+        for kind in (RunFile, ModelFile):
+            with pytest.raises(ValueError, match=r"config.json cannot be used") as caught:
+                read_config(path, kind)
+            assert len(str(caught.value)) < 700
 
 
 def test_limits_of_numbers() -> None:
