@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -121,13 +120,9 @@ def test_eval_takes_a_precision(folders: dict[str, str], tmp_path: Path, capsys:
     assert "fp16" in capsys.readouterr().err
 
 
-def test_captions_that_go_on_keep_their_precision(folders: dict[str, str], tmp_path: Path) -> None:
-    def made(out: str, *flags: str) -> Any:
-        run("caption", folders["sycoca"], "--data", SCENES, "--out", tmp_path / out, "--device", "cpu", *flags)
-        return json.loads(pq.read_schema(tmp_path / out).metadata[b"kiloword"])["precision"]
-
-    assert made("new.parquet") == "fp32"
-    assert made("half.parquet", "--precision", "bf16") == "bf16"
-    assert made("half.parquet") == "bf16"
+def test_a_table_of_captions_has_one_precision(folders: dict[str, str], tmp_path: Path) -> None:
+    words = ("caption", folders["sycoca"], "--data", SCENES, "--out", tmp_path / "c.parquet", "--device", "cpu")
+    run(*words, "--precision", "bf16")
+    assert json.loads(pq.read_schema(tmp_path / "c.parquet").metadata[b"kiloword"])["precision"] == "bf16"
     with pytest.raises(SystemExit):
-        made("half.parquet", "--precision", "fp32")
+        run(*words)

@@ -134,17 +134,13 @@ def test_a_frozen_trunk_keeps_no_activations() -> None:
     assert not any(part.training for part in trunk.modules())
 
 
-def test_a_new_trunk_uses_running_statistics() -> None:
+def test_a_new_trunk_uses_running_statistics_and_its_blocks_cover_all_parameters_once() -> None:
     """From its first call on: an image's tokens do not depend on the others of its batch."""
     trunk, images = EfficientNetLite("efficientnet-lite0"), torch.randn(3, 3, 64, 64)
     with torch.no_grad():
         together = trunk(images)
         assert torch.allclose(together[:1], trunk(images[:1]), atol=1e-5)
     assert not any(part.training for part in trunk.modules())
-
-
-def test_blocks_cover_all_parameters_once() -> None:
-    trunk = EfficientNetLite("efficientnet-lite0")
     prefixes = [prefix for block in trunk.blocks() for prefix in block]
     for name, _ in trunk.named_parameters():
         assert sum(name.startswith(prefix) for prefix in prefixes) == 1, name
@@ -221,21 +217,9 @@ def test_no_code_of_a_weights_file_runs(save: Callable[[Hostile, Path], None], t
     save(Hostile(mark), path)
     with pytest.raises(ValueError, match="cannot be read as plain tensors"):
         towers.load(EfficientNetLite("efficientnet-lite0"), f"efficientnet-lite0:{path}", "image tower")
+    words = ["train", "siglip", "--image-tower", f"efficientnet-lite0:{path}", "--data", "scenes?n=8", "--vocab", "300"]
     with pytest.raises(SystemExit):
-        main(
-            [
-                "train",
-                "siglip",
-                "--image-tower",
-                f"efficientnet-lite0:{path}",
-                "--data",
-                "scenes?n=8",
-                "--vocab",
-                "300",
-                "--out",
-                str(tmp_path / "run"),
-            ]
-        )
+        main([*words, "--out", str(tmp_path / "run")])
     assert not mark.exists()
     torch.load(path, weights_only=False) if save is torch.save else pickle.loads(path.read_bytes())
     assert mark.exists()  # the file is as hostile as it should be
