@@ -17,8 +17,8 @@ from kiloword.api import Matcher, load
 from kiloword.data.open import open_source
 from kiloword.data.scenes.world import BACKGROUNDS, COLOURS, FILLS, TASKS
 from kiloword.evaluation.command import labels
-from kiloword.evaluation.features import Classes
-from kiloword.evaluation.prompts import Chosen, Images, PromptOptions, Prompts, Way, choose
+from kiloword.evaluation.features import Classes, Seen
+from kiloword.evaluation.prompts import Chosen, PromptOptions, Prompts, Way, choose
 from kiloword.evaluation.task import Inputs
 from kiloword.evaluation.zeroshot import encoded, encoded_images, figures
 from kiloword.files import write_json
@@ -90,7 +90,7 @@ def judge(matcher: Matcher, task: str, options: BprwOptions) -> list[Found]:
 
 
 def _draw(
-    matcher: Matcher, asked: Prompts, right: Prompts, images: Images, kinds: Sequence[str], seed: int
+    matcher: Matcher, asked: Prompts, right: Prompts, images: Seen, kinds: Sequence[str], seed: int
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Every way with one choice of labelled images."""
     few = choose("bprw", matcher, asked, images, PromptOptions(shots=SHOTS, seed=seed))
@@ -103,7 +103,7 @@ def _draw(
         yield name, {"acc1": _accuracy(matcher, rest, chosen), **_by_kind(chosen, kinds)}
 
 
-def _accuracy(matcher: Matcher, images: Images, chosen: Chosen) -> float:
+def _accuracy(matcher: Matcher, images: Seen, chosen: Chosen) -> float:
     return dict(figures(matcher.score(images.images, chosen.classes).cpu(), images.labels))["acc1"]
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kiloword.api import Matcher
 from kiloword.data.tree import ClassTree
-from kiloword.evaluation.features import Classes
-from kiloword.evaluation.prompts import Images, PromptOptions, Prompts, Way, by_class, choose, labelled
+from kiloword.evaluation.features import Classes, Seen
+from kiloword.evaluation.prompts import PromptOptions, Prompts, Way, by_class, choose, labelled
 from kiloword.evaluation.task import Inputs
 from kiloword.evaluation.zeroshot import encoded, encoded_images
 from kiloword.types import Features
@@ -72,6 +72,6 @@ def nearest(asked: Prompts, photos: Tensor) -> Features:
     return {name: value[best] for name, value in asked.texts.items()}
 
 
-def _right(matcher: Matcher, images: Images, classes: Features) -> Outcomes:
+def _right(matcher: Matcher, images: Seen, classes: Features) -> Outcomes:
     best = matcher.score(images.images, classes).argmax(1).cpu()
     return (best == images.labels).numpy().astype(np.float64)

@@ -24,6 +24,7 @@ from kiloword.types import BadSample, Features, Skipped, Source
 
 Made = TypeVar("Made")
 LISTS = ("rows", "keys", "captions", "infos")  # of `Seen`
+WHOLE = ("skipped", "fingerprint")  # of a batch, not of its rows
 
 
 def tile(source: Source, row: int, *lines: str, side: int = 160) -> Tile:
@@ -91,7 +92,7 @@ def kept(batch: Batch, usable: Sequence[bool], reason: str, skipped: list[Skippe
             return {name: inner[usable] for name, inner in value.items()}
         return value[usable] if isinstance(value, Tensor) else value and list(compress(value, usable))
 
-    new = {f.name: of(getattr(batch, f.name)) for f in fields(batch) if f.name != "skipped"}
+    new = {f.name: of(getattr(batch, f.name)) for f in fields(batch) if f.name not in WHOLE}
     return batch if all(usable) else replace(batch, **new)
 
 
@@ -179,15 +180,27 @@ class Seen:
     captions: list[list[str]]
     labels: Tensor  # [n] int64, -1: none; or [n, C] 0/1 for many labels an image, [n, 1] where C is not known
     infos: list[dict[str, Any]]
+    fingerprint: str = ""  # of the source
 
     @staticmethod
     def whole(parts: Iterable[Seen]) -> Seen:
-        """All batches in one. Raises: ValueError where one has labels and another lists of them."""
+        """All batches in one. Raises: ValueError as `joined`."""
         every = list(parts)
-        if len({part.labels.ndim for part in every}) > 1:
-            raise ValueError("some images have one class, others a list of classes: expected a list for every image.")
         lists: dict[str, Any] = {n: [x for part in every for x in getattr(part, n)] for n in LISTS}
-        return Seen(images=join([part.images for part in every]), labels=torch.cat([p.labels for p in every]), **lists)
+        images, labels = join([part.images for part in every]), joined([part.labels for part in every])
+        return Seen(images=images, labels=labels, fingerprint=every[0].fingerprint, **lists)
+
+    def without(self, places: Tensor) -> Seen:
+        """A copy without the images at `places`."""
+        omitted = {*places.tolist()}
+        return kept(self, [n not in omitted for n in range(len(self.rows))], "", [])
+
+
+def joined(labels: Sequence[Tensor]) -> Tensor:
+    """Labels of batches in one. Raises: ValueError where some have one class and others lists."""
+    if len({part.ndim for part in labels}) > 1:
+        raise ValueError("some images have one class, others a list of classes: expected a list for every image.")
+    return torch.cat(list(labels))
 
 
 def seen(
@@ -215,7 +228,7 @@ def seen(
             labels = torch.zeros(len(part.rows), 1, dtype=torch.int64) if classes is None else classes.targets(part)
         elif classes is not None:
             labels = classes.places(labels)
-        return Seen(part.rows, part.keys, images, part.captions, labels, part.infos)
+        return Seen(part.rows, part.keys, images, part.captions, labels, part.infos, inputs.source.fingerprint)
 
     for part in per_batch(inputs, encoded):
         yield replace(part, images=moved(part.images, model.device))

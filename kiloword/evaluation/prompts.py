@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kiloword.evaluation.features import Seen
 from kiloword.evaluation.task import Values
 from kiloword.evaluation.tasks import PromptOptions as PromptOptions
 from kiloword.evaluation.tasks import Way as Way
@@ -46,25 +47,6 @@ class Prompts:
 
 
 @dataclass
-class Images:
-    """Images to fit weights on and to score."""
-
-    images: Features  # of I images
-    labels: Tensor  # [I] int64, or [I, C] 0/1
-    rows: list[int]  # of the source
-    fingerprint: str  # of the source
-    infos: list[dict[str, Any]]
-
-    def without(self, places: Tensor) -> Images:
-        """A copy without the images at `places`."""
-        keep = sorted({*range(len(self.rows))} - {*places.tolist()})
-        images = rows(self.images, torch.tensor(keep, device=self.images["vec"].device))
-        return Images(
-            images, self.labels[keep], [self.rows[i] for i in keep], self.fingerprint, [self.infos[i] for i in keep]
-        )
-
-
-@dataclass
 class Chosen:
     """Classes from weighted prompts."""
 
@@ -74,7 +56,7 @@ class Chosen:
 
 
 @torch.no_grad()
-def choose(way: Way, matcher: Matcher, prompts: Prompts, images: Images | None, options: PromptOptions) -> Chosen:
+def choose(way: Way, matcher: Matcher, prompts: Prompts, images: Seen | None, options: PromptOptions) -> Chosen:
     """Classes from prompts; only bprw uses the images, and their labels only with shots.
 
     Raises: ValueError for a model without Gaussians, unless it is not asked for any, and for too few labelled images.
@@ -141,7 +123,7 @@ def combined(
     return classes
 
 
-def labelled(images: Images, n: int, options: PromptOptions) -> Tensor:
+def labelled(images: Seen, n: int, options: PromptOptions) -> Tensor:
     """`shots` images of each of n classes, [n, shots], drawn by the data's fingerprint and the seed.
 
     Raises: ValueError for several labels per image, and for a class without an image left to score.
@@ -157,7 +139,7 @@ def labelled(images: Images, n: int, options: PromptOptions) -> Tensor:
     return torch.stack([of_class[: options.shots] for of_class in of_classes])
 
 
-def observations(images: Images, which: Tensor, options: PromptOptions) -> Tensor:
+def observations(images: Seen, which: Tensor, options: PromptOptions) -> Tensor:
     """Samples from the Gaussians of M images, [M x samples, D] float64; keyed by image, so reproducible."""
     samples, parts = max(1, SHOT_SAMPLES // options.shots) if options.shots else SAMPLES, []
     for i in which.tolist():

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from kiloword.data.classes import Templates
 from kiloword.data.classes.names import SLOT, prompts, read_templates, template_sets, templates
-from kiloword.evaluation.features import Classes, Seen, classes_of, labelled, tile
+from kiloword.evaluation.features import Classes, Seen, classes_of, joined, labelled, tile
 from kiloword.evaluation.metrics import Standing, average_precision, hit, rounding, standing
-from kiloword.evaluation.prompts import Images, PromptOptions, Prompts, choose, statistics
+from kiloword.evaluation.prompts import PromptOptions, Prompts, choose, statistics
 from kiloword.evaluation.task import Findings, Inputs, Values
 from kiloword.evaluation.tasks import ZeroshotTaskOptions as ZeroshotTaskOptions
-from kiloword.model.encoding import encode_texts, join
+from kiloword.model.encoding import encode_texts
 from kiloword.report.blocks import Block, Gallery, Matrix
 from kiloword.types import Source
 
@@ -53,23 +53,22 @@ def run(inputs: Inputs, options: ZeroshotTaskOptions) -> Findings:
     images = None if way == "ensemble" else encoded_images(inputs, classes)
     chosen = choose(way, matcher, asked, images, options.prompt_options)
     rest = None if images is None else images.without(chosen.taken)
-    parts: Iterable[Seen | Images] = labelled(inputs, classes=classes) if rest is None else [rest]
+    parts: Iterable[Seen] = labelled(inputs, classes=classes) if rest is None else [rest]
     scores, labels, rows, infos = list[Tensor](), list[Tensor](), list[int](), list[Mapping[str, Any]]()
     for part in parts:
         scores.append(score(part.images, chosen.classes).cpu())
         labels.append(part.labels.cpu())
         rows += part.rows
         infos += part.infos
-    if len({label.ndim for label in labels}) > 1:
-        raise ValueError("some images have one class, others a list of classes: expected a list for every image.")
-    yield from figures(torch.cat(scores), torch.cat(labels), options, names, infos)
+    every, truth = torch.cat(scores), joined(labels)
+    yield from figures(every, truth, options, names, infos)
     if rest is not None:
         ensemble = choose("ensemble", matcher, asked, None, PromptOptions()).classes
         values = figures(score(rest.images, ensemble).cpu(), rest.labels)
         yield from ((f"ensemble_{name}", value) for name, value in values)
         yield from statistics(way, chosen, asked)
-    if inputs.page and labels[0].ndim == 1:
-        yield from _blocks(source, names, torch.cat(scores), torch.cat(labels), rows)
+    if inputs.page and truth.ndim == 1:
+        yield from _blocks(source, names, every, truth, rows)
 
 
 def figures(
@@ -196,9 +195,6 @@ def encoded(matcher: Matcher, names: Sequence[str], templates: Templates) -> Pro
     return Prompts(texts, torch.tensor(group, device=texts["vec"].device), len(names), captions)
 
 
-def encoded_images(inputs: Inputs, classes: Classes) -> Images:
+def encoded_images(inputs: Inputs, classes: Classes) -> Seen:
     """All labelled images of a source, in memory."""
-    parts = list(labelled(inputs, classes=classes))
-    labels = torch.cat([part.labels.cpu() for part in parts])
-    rows, infos = [row for part in parts for row in part.rows], [info for part in parts for info in part.infos]
-    return Images(join([part.images for part in parts]), labels, rows, inputs.source.fingerprint, infos)
+    return Seen.whole(labelled(inputs, classes=classes))

@@ -17,8 +17,8 @@ from kiloword.data.open import open_source
 from kiloword.data.reading import eval_batches
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
+from kiloword.evaluation.features import Seen
 from kiloword.evaluation.prompts import (
-    Images,
     PromptOptions,
     Prompts,
     Way,
@@ -63,10 +63,10 @@ def unit(*shape: int, seed: int = 0) -> Tensor:
     return torch.nn.functional.normalize(torch.randn(*shape, generator=g), dim=-1)
 
 
-def photos(labels: Tensor, d: int = 8) -> Images:
+def photos(labels: Tensor, d: int = 8) -> Seen:
     n = len(labels)
     gaussians = {"vec": unit(n, d), "log_var": torch.full((n, d), -8.0)}
-    return Images(gaussians, labels, list(range(100, 100 + n)), "data", [{}] * n)
+    return Seen(list(range(100, 100 + n)), [""] * n, gaussians, [[]] * n, labels, [{}] * n, "data")
 
 
 @pytest.mark.parametrize(("way", "kept"), [("topk", [2, 4]), ("filter", [0, 2, 4])])
