@@ -50,7 +50,7 @@ def encoded(matcher: Matcher, source: Source, mirrored: bool = False) -> Encoded
     return Encoded(
         matcher=matcher,
         views=[_own(data.images, view) for view in range(1 + mirrored)],
-        texts=matcher.encode_text(data.captions),
+        texts=matcher.encode_text(data.texts),
         image_of_text=torch.tensor(data.image_of_text),
         skipped=len(inputs.skipped),
     )

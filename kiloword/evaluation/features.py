@@ -190,6 +190,16 @@ class Seen:
         images, labels = join([part.images for part in every]), joined([part.labels for part in every])
         return Seen(images=images, labels=labels, fingerprint=every[0].fingerprint, **lists)
 
+    @property
+    def texts(self) -> list[str]:
+        """All captions, image by image: T."""
+        return [text for of_image in self.captions for text in of_image]
+
+    @property
+    def image_of_text(self) -> list[int]:
+        """The place of the image of each caption, [T]."""
+        return [place for place, of_image in enumerate(self.captions) for _ in of_image]
+
     def without(self, places: Tensor) -> Seen:
         """A copy without the images at `places`."""
         omitted = {*places.tolist()}
@@ -234,18 +244,7 @@ def seen(
         yield replace(part, images=moved(part.images, model.device))
 
 
-@dataclass(frozen=True)
-class CaptionedImages:
-    """I images of a source and their T captions, in order."""
-
-    rows: list[int]  # [I] of the source
-    keys: list[str]  # [I]
-    images: Features  # [I, ...]
-    captions: list[str]  # [T]
-    image_of_text: list[int]  # [T] the image of each caption
-
-
-def captioned(inputs: Inputs, encode: Callable[[Tensor], Features] | None = None) -> CaptionedImages:
+def captioned(inputs: Inputs, encode: Callable[[Tensor], Features] | None = None) -> Seen:
     """Encode every image that has captions; the others are appended to `skipped`.
 
     Args: encode: as for `seen`. Raises: ValueError where no image has one, and for features that memory cannot hold.
@@ -257,15 +256,12 @@ def captioned(inputs: Inputs, encode: Callable[[Tensor], Features] | None = None
         if not parts:
             check_room(part.images, len(source), "images", part.images["vec"].device)
         parts.append(kept(part, list(map(bool, part.captions)), "no caption", inputs.skipped))
-    rows, keys, captions = ([x for part in parts for x in getattr(part, n)] for n in ("rows", "keys", "captions"))
-    if not captions:
+    if not any(part.rows for part in parts):
         raise ValueError(
             f"{source.name} has no captions to retrieve with: expected images with captions. Class data is for "
             "`kiloword eval zeroshot MODEL`."
         )
-    image_of_text = [image for image, texts in enumerate(captions) for _ in texts]
-    images = join([part.images for part in parts])
-    return CaptionedImages(rows, keys, images, [text for texts in captions for text in texts], image_of_text)
+    return Seen.whole(parts)
 
 
 def labelled(

@@ -15,7 +15,7 @@ from torch import Tensor
 from kiloword.data.columns import load_json
 from kiloword.data.query import read_options, split_query
 from kiloword.distributed.sharing import in_turns
-from kiloword.evaluation.features import CaptionedImages, captioned
+from kiloword.evaluation.features import Seen, captioned
 from kiloword.evaluation.metrics import (
     Standing,
     average_precision,
@@ -51,11 +51,12 @@ def run(inputs: Inputs, options: RetrievalTaskOptions) -> Findings:
     matcher, ks, chunk = inputs.matcher, options.ks, options.chunk
     data = captioned(inputs)
     truth = getattr(inputs.source, "relevance", None)
-    relevance = None if truth is None else lambda c: truth(data.captions[c], data.rows)
+    captions, owners = data.texts, data.image_of_text
+    relevance = None if truth is None else lambda c: truth(captions[c], data.rows)
     if not 1 <= options.folds <= len(data.keys) or (options.shortlist is not None and options.shortlist < 1):
         raise ValueError(f"--folds must be 1 to {len(data.keys)}, the number of images, and --shortlist at least 1.")
-    check_room(matcher.encode_text(data.captions[:1]), len(data.captions), "texts", matcher.model.device)
-    images, texts, image_of_text = data.images, matcher.encode_text(data.captions), torch.tensor(data.image_of_text)
+    check_room(matcher.encode_text(captions[:1]), len(captions), "texts", matcher.model.device)
+    images, texts, image_of_text = data.images, matcher.encode_text(captions), torch.tensor(owners)
     score = partial(matcher.score, nearest=options.nearest)
     if options.shortlist is None:
         values = dict(retrieval(score, images, texts, image_of_text, ks, relevance, chunk))
@@ -202,7 +203,7 @@ def truth(listed: Listed, items: int) -> Callable[[slice], Tensor]:
     return lambda q: torch.stack([torch.zeros(items).index_fill(0, torch.tensor(p), 1).bool() for p in places[q]])
 
 
-def read_positives(src: str, data: CaptionedImages) -> Positives:
+def read_positives(src: str, data: Seen) -> Positives:
     """The positives of `..._image_to_caption.json` and `..._caption_to_image.json`; both are read where one is named.
 
     Captions are ids of COCO, whose texts come from its annotations: `FILE?captions=captions_val2014.json`.
@@ -218,7 +219,7 @@ def read_positives(src: str, data: CaptionedImages) -> Positives:
             "..._caption_to_image.json, with COCO's annotations: FILE?captions=captions_val2014.json."
         )
     images = {number: place for place, key in enumerate(data.keys) if (number := _number(key)) is not None}
-    pairs = zip(data.image_of_text, data.captions, strict=True)
+    pairs = zip(data.image_of_text, data.texts, strict=True)
     places = {(_number(data.keys[i]), text): t for t, (i, text) in enumerate(pairs)}
     try:
         of_image, of_text = (load_json(file.with_name(file.name.replace(name, other))) for other in FILES)

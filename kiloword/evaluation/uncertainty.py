@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kiloword.data.scenes.captions import parse
 from kiloword.data.scenes.query import ANY, Query, follows
-from kiloword.evaluation.features import CaptionedImages, captioned, tile
+from kiloword.evaluation.features import Seen, captioned, tile
 from kiloword.evaluation.hierarchy import TAIL, read
 from kiloword.evaluation.metrics import calibration, defined, groups, hit, spearman
 from kiloword.evaluation.retrieval import all_pairs
@@ -52,7 +52,8 @@ def run(inputs: Inputs, options: NoOptions) -> Findings:
             "`kiloword train prolip`, or any method with +gaussian."
         )
     data = captioned(inputs)
-    texts, image = matcher.encode_text(data.captions), torch.tensor(data.image_of_text)
+    captions, image = data.texts, torch.tensor(data.image_of_text)
+    texts = matcher.encode_text(captions)
     sides = all_pairs(matcher.score, data.images, texts, image)
     for_images, for_texts = (side.standing() for side in sides)  # refuses infinite variances
     of_images, of_texts = (variance_sum(features).double().cpu() for features in (data.images, texts))
@@ -63,7 +64,7 @@ def run(inputs: Inputs, options: NoOptions) -> Findings:
     yield "image_in_text", float((h > 0).double().mean())
     yield "text_in_image", float((h < 0).double().mean())  # H(b in a) is -H(a in b), to the last bit
     places: dict[str, int] = {}
-    first = [i for i, caption in enumerate(data.captions) if places.setdefault(caption, i) == i]
+    first = [i for i, caption in enumerate(captions) if places.setdefault(caption, i) == i]
     unique, of_unique = list(places), of_texts[first]
     words = torch.tensor([len(caption.split()) for caption in unique])
     by_words = {name: of_unique[inside] for name, inside in buckets(words)}
@@ -211,12 +212,13 @@ def best_overlap(distance: Tensor, truth: Tensor) -> float:
     return float(values[best]) if best == 0 else float((values[best - 1] + values[best]) / 2)
 
 
-def corners(source: Source, data: CaptionedImages, image: Tensor, text: Tensor, distance: Tensor) -> Iterator[Block]:
+def corners(source: Source, data: Seen, image: Tensor, text: Tensor, distance: Tensor) -> Iterator[Block]:
     """Pairs nearest to each corner of the ranks of both uncertainties, with their CSD (figures 4 and C.1)."""
+    captions, owners = data.texts, data.image_of_text
     image_rank, text_rank = (values.argsort(stable=True).argsort() for values in (image, text))
     for (name, sign), (other, text_sign) in product(SIDES.items(), SIDES.items()):
         tiles = []
         for t in (sign * image_rank + text_sign * text_rank).argsort(descending=True, stable=True).tolist()[:SHOWN]:
             values = f"CSD {distance[t]:#.4g}, variances {image[t]:#.3g} and {text[t]:#.3g}"
-            tiles.append(tile(source, data.rows[data.image_of_text[t]], data.captions[t], values))
+            tiles.append(tile(source, data.rows[owners[t]], captions[t], values))
         yield Gallery(tiles, f"Image {name}, text {other}", 3)

@@ -166,11 +166,13 @@ def judged(matcher: Matcher, source: Source, store: str, name: str, tiles: dict[
     outlined where the caption is theirs, and of free texts."""
     source, tokenizer = reading_tokens(matcher.model, matcher.tokenizer, source, [store], [store])
     found = captioned(Inputs(matcher, source))
-    texts = Matcher(matcher.model, tokenizer).encode_text(found.captions)
-    places = range(0, len(found.captions), -(-len(found.captions) // CAPTIONS))
-    asked = {found.captions[n]: found.image_of_text[n] for n in places} | dict.fromkeys(FREE, -1)
+    captions, owners = found.texts, found.image_of_text
+    texts = Matcher(matcher.model, tokenizer).encode_text(captions)
+    asked = {captions[n]: owners[n] for n in range(0, len(captions), -(-len(captions) // CAPTIONS))} | dict.fromkeys(
+        FREE, -1
+    )
     scores = matcher.score(found.images, matcher.encode_text(list(asked))).T  # [texts, I]
     for (text, image), best in zip(asked.items(), scores.argsort(dim=1, descending=True, stable=True), strict=True):
         photos = [(i, tile(source, found.rows[i], name)) for i in best[:BEST].tolist()]
         tiles.setdefault(text, []).extend(replace(photo, right=i == image or None) for i, photo in photos)
-    return dict(retrieval(matcher.score, found.images, texts, torch.tensor(found.image_of_text)))
+    return dict(retrieval(matcher.score, found.images, texts, torch.tensor(owners)))
