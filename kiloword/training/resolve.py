@@ -156,9 +156,12 @@ def with_length(
     return replace(recipe, steps=round(made))
 
 
-def micro_batches(recipe: Recipe) -> int:
-    """Micro-batches of one rank's share. Raises: ValueError when they would not be equal."""
-    ranks, batch = collectives.ranks(), recipe.batch
+def micro_batches(recipe: Recipe, ranks: int = 0) -> int:
+    """Micro-batches of one rank's share. Args: ranks: 0: those that there are.
+
+    Raises: ValueError when they would not be equal.
+    """
+    ranks, batch = ranks or collectives.ranks(), recipe.batch
     if batch % ranks:
         raise ValueError(f"batch {batch} does not divide over {ranks} ranks: choose a multiple of {ranks}.")
     share = batch // ranks

@@ -1,4 +1,1 @@
-"""Plan a run before it starts: which layouts fit a GPU, and how long they take; and measure this machine.
-
-`simulation` counts a step on tensors without content, `planner` says what memory and time follow.
-"""
+"""Plan a run before it starts, and measure this machine. `simulation` counts a step, `planner` what follows."""

@@ -8,7 +8,6 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.benchmark import Timer
 
@@ -65,7 +64,10 @@ def measure(recipe: Recipe, device: str) -> list[dict[str, Any]]:
     dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
     a, b = (torch.randn(SIDE, SIDE, device=device, dtype=dtype) for _ in range(2))
     learner = Learner(build(recipe.model, slots), slots).to(device).train()
-    noise = planner.batch(recipe.batch).each(_filled).to(device)
+    noise = planner.batch(recipe.batch).each(
+        lambda x: torch.randint(2, x.shape).to(x.dtype) if isinstance(x, FakeTensor) else x
+    )
+    noise = noise.to(device)
     optimizer, steps = Optimizer(learner, recipe.optim, 1000), count()
     precision = precision_of(recipe.precision, torch.device(device).type)
 
@@ -97,12 +99,3 @@ def room(recipe: Recipe, device: str, free: int) -> tuple[int, float]:
             return images, takes or held
         images, takes = more, held
     return images, takes
-
-
-def _filled(x: Tensor) -> Tensor:
-    """Content in place of a tensor that has none."""
-    if not isinstance(x, FakeTensor):
-        return x
-    if x.is_floating_point():
-        return torch.randn(x.shape)
-    return torch.randint(0, 2 if x.dtype == torch.bool else 256, x.shape).to(x.dtype)

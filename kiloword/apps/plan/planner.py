@@ -19,6 +19,7 @@ from kiloword.methods.registry import preset
 from kiloword.report import Table, say_blocks
 from kiloword.terminal import say
 from kiloword.training.engine import BUCKET, units
+from kiloword.training.resolve import micro_batches
 from kiloword.types import Batch, BatchInputs, TextGroup, Texts
 
 CAPTIONS = 6  # of methods that take all: one from the web and five generated ones (arXiv:2405.10286)
@@ -59,13 +60,9 @@ class Planner:
     """
 
     def __init__(self, plan: Plan, recipe: Recipe, method: Method | None = None) -> None:
-        self.images, rest = divmod(recipe.batch, plan.gpus)
-        if rest or (recipe.micro and self.images % recipe.micro):
-            raise ValueError(
-                f"--batch {recipe.batch} does not divide over --gpus {plan.gpus} and their --micro {recipe.micro}."
-            )
-        if recipe.micro not in (0, self.images) and recipe.model.image.tower != "vit":
-            raise ValueError(f"--micro {recipe.micro} splits a GPU's share of {self.images} images, but {NO_MICRO}")
+        self.images, parts = recipe.batch // plan.gpus, micro_batches(recipe, plan.gpus)
+        if parts > 1 and recipe.model.image.tower != "vit":
+            raise ValueError(f"micro {recipe.micro} splits {self.images} images of a GPU, but {NO_MICRO}")
         self.plan, self.recipe = plan, recipe
         self.method = method = method or preset(recipe.method, recipe.settings)
         self.half = recipe.precision in ("auto", "bf16")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kiloword.apps.plan import measured
-from kiloword.apps.plan.measured import SAFE, measure, planner_of, room
+from kiloword.apps.plan.measured import measure, planner_of, room
 from kiloword.cli.main import main
 from kiloword.config.recipes import Recipe
 from kiloword.methods.defaults import default_recipe
@@ -51,17 +51,11 @@ def test_methods_that_need_more_than_pairs_are_measured(method: str) -> None:
     assert step["seconds"] > 0 < step["flop"]
 
 
-@pytest.mark.parametrize("free", [1e6, 2.5e6])
-def test_the_batch_that_is_named_fits_and_twice_of_it_does_not(free: float) -> None:
-    images, takes = room(recipe("siglip", 1), "cpu", int(free))
-
-    def counted(batch: int) -> float:
-        return planner_of(recipe("siglip", batch), "cpu").option("ddp", "none", 1).bytes
-
-    if images:
-        assert takes == counted(images) <= SAFE * free < counted(2 * images)
-    else:
-        assert takes == counted(1) > SAFE * free
+def test_the_batch_that_is_named_fits_and_twice_of_it_does_not() -> None:
+    one, four, eight = (planner_of(recipe("siglip", n), "cpu").option("ddp", "none", 1).bytes for n in (1, 4, 8))
+    assert room(recipe("siglip", 1), "cpu", int(one / 0.75) - 2) == (0, one)
+    assert room(recipe("siglip", 1), "cpu", int(four / 0.75) + 2) == (4, four)
+    assert room(recipe("siglip", 1), "cpu", int(1e9)) == (8, eight)  # the most that is looked at
 
 
 @pytest.mark.parametrize(

@@ -31,51 +31,38 @@ def read(out: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two arms over two seeds."""
-    out = tmp_path_factory.mktemp("sweep")
-    sweep(out, "settings.k=1,16", "--seeds", "2", "--eval", *EVAL)
-    return out
-
-
-def test_every_value_and_seed_is_a_run_with_figures_of_eval(swept: Path) -> None:
-    arms = read(swept)["arms"]
+def test_every_value_and_seed_is_a_run_with_figures_of_eval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two arms over two seeds; then the same again, without a run."""
+    words = ["settings.k=1,16", "--seeds", "2", "--eval", *EVAL]
+    sweep(tmp_path, *words)
+    found = read(tmp_path)
+    arms, group = found["arms"], found["table"][1]
     assert [arm["name"] for arm in arms] == [f"k={k},seed={seed}" for seed in (0, 1) for k in (1, 16)]
     for arm in arms:
-        recipe = json.loads((swept / arm["name"] / "config.json").read_text())["recipe"]
+        recipe = json.loads((tmp_path / arm["name"] / "config.json").read_text())["recipe"]
         assert (str(recipe["settings"]["k"]), recipe["seed"]) == (arm["values"]["settings.k"], arm["seed"])
         assert recipe["steps"] == 2
     arm = arms[3]
-    matcher = load(swept / arm["name"] / "model")
+    matcher = load(tmp_path / arm["name"] / "model")
     for word, metric in zip(EVAL, (RECALL, ACC), strict=True):
         task, _, src = word.partition("=")
         assert arm["metrics"][metric] == evaluation.evaluate(matcher, task, src)[metric.rpartition("/")[2]]
-    logged = [r["loss"] for r in read_metrics(swept / arm["name"] / "metrics.jsonl") if "loss" in r]
+    logged = [r["loss"] for r in read_metrics(tmp_path / arm["name"] / "metrics.jsonl") if "loss" in r]
     assert arm["metrics"]["loss"] == logged[-1]
     assert len({arm["metrics"]["loss"] for arm in arms}) == 4
-
-
-def test_mean_and_deviation_over_seeds_are_shown_again_without_a_run(
-    swept: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = read(swept)
-    for group in found["table"]:
-        runs = [arm["metrics"] for arm in found["arms"] if arm["values"] == group["values"]]
-        for metric, cell in group["metrics"].items():
-            values = [run[metric] for run in runs]
-            assert cell["n"] == 2
-            assert cell["mean"] == pytest.approx(np.mean(values), abs=1e-15)
-            assert cell["std"] == pytest.approx(np.std(values, ddof=1), abs=1e-15)
-    before = (swept / "sweep.json").read_bytes()
-    sweep(swept, "settings.k=1,16", "--seeds", "2", "--eval", *EVAL, "--metric", "loss")
-    said = capsys.readouterr().out
+    assert [one["values"] for one in found["table"]] == [{"settings.k": "1"}, {"settings.k": "16"}]
+    for metric, cell in group["metrics"].items():
+        values = [arms[1]["metrics"][metric], arms[3]["metrics"][metric]]
+        assert cell == pytest.approx({"mean": np.mean(values), "std": np.std(values, ddof=1), "n": 2}, abs=1e-15)
+    before = (tmp_path / "sweep.json").read_bytes()
+    capsys.readouterr()
+    sweep(tmp_path, *words, "--metric", "loss")
+    said, loss = capsys.readouterr().out, group["metrics"]["loss"]
     assert said.startswith("4 of 4 arms are finished, 0 to do")
-    loss = found["table"][1]["metrics"]["loss"]
     row = ["k=16", "2", f"{loss['mean']:.4g} ± {loss['std']:.2g}"]
     assert " ".join(row).split() in [line.split() for line in said.splitlines()]
-    assert (swept / "sweep.json").read_bytes() == before
-    html = (swept / "sweep.html").read_text()
+    assert (tmp_path / "sweep.json").read_bytes() == before
+    html = (tmp_path / "sweep.html").read_text()
     assert sections(html)["Figures"].tables[0][::2] == [["", "n", "loss"], row]
     assert "loss by setting" in html
 
