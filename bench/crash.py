@@ -45,7 +45,7 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.models.build import build
 from kiloword.models.model_folder import save_model
-from kiloword.training.log import read_metrics
+from kiloword.runs.rows import read_metrics
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 WITH_TIMES = (".lock", "metrics.jsonl", "history.jsonl", "report.html")  # of a run, and of each start

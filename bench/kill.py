@@ -37,8 +37,8 @@ from safetensors.torch import load_file
 from kiloword.cli import main as cli
 from kiloword.distributed import launch
 from kiloword.models.states import newest, states
+from kiloword.runs.rows import read_metrics
 from kiloword.training import loop  # noqa: F401 (train is loaded once, for all forks)
-from kiloword.training.log import read_metrics
 
 TIMED = ("pairs_per_s", "loader_pairs_per_s", "data_wait", "slowest_data_wait", "memory", "save_s", "time", "restarts")
 PATIENCE_S = 600.0  # for one run on a loaded machine

@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from kiloword.config.recipes import Recipe
-from kiloword.training.log import read_metrics
+from kiloword.runs.rows import read_metrics
 from research.arms import Arm, Options
 
 LOSSES = 20  # first losses of a run that say whether another commit computes the same

@@ -24,9 +24,9 @@ from kiloword.api import load
 from kiloword.config.recipes import Recipe
 from kiloword.files import write_json
 from kiloword.models.states import steps_done
+from kiloword.runs.rows import read_metrics
 from kiloword.terminal import say
 from kiloword.training import loop
-from kiloword.training.log import read_metrics
 from kiloword.training.signals import Stopped
 from research import arms_rows as rows
 from research.arms import Arm, Experiment, Options

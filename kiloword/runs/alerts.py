@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 
-from kiloword.runs.rows import Row, number
+from kiloword.runs.rows import Row, numbers
 
 RECENT, BEFORE = 20, 200  # number of "the last rows", and of those before them that speed is compared with
 SECONDS = 30.0  # shortest time of the last rows for judging speed
@@ -62,7 +62,7 @@ class Alerts:
 
     def _take(self, row: Row) -> None:
         """Keep the row's numbers, and what they add to those of the row before."""
-        now = {name: value for name in row if (value := number(row, name)) is not None}
+        now = numbers(row)
         if "pairs_per_s" in row:
             now["bad"] = max(self._growth("skipped_steps", now), float("loss" not in now))
         if {"truncated", "captions"} <= now.keys():

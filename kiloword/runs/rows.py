@@ -26,6 +26,11 @@ def objects(path: Path) -> list[dict[str, Any]]:
     return [one for one in found if isinstance(one, dict)]
 
 
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All rows of a `metrics.jsonl`."""
+    return [row for row in objects(path) if type(row.get("step")) is int]
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object; {} where there is none."""
     try:
@@ -35,10 +40,9 @@ def read_object(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def number(row: Row, name: str) -> float | None:
-    """A finite number of a row, or None."""
-    value = row.get(name)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+def numbers(row: Row) -> dict[str, float]:
+    """The finite numbers of a row."""
+    return {n: float(value) for n, value in row.items() if isinstance(value, int | float) and math.isfinite(value)}
 
 
 def began(folder: Path, **facts: Any) -> None:

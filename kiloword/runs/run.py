@@ -11,7 +11,7 @@ from typing import Any
 
 from kiloword.files import LOCK, held
 from kiloword.runs.alerts import Alerts
-from kiloword.runs.rows import ROWS, number, objects, read_object
+from kiloword.runs.rows import ROWS, numbers, read_metrics, read_object
 
 ERROR = "error.json"  # why a run ended; removed when it continues
 RECENT = 60.0  # seconds since the last row of a run on another machine
@@ -42,16 +42,13 @@ class Run:
         self.best = read_best(folder)
         self.curves: dict[str, tuple[list[float], list[float]]] = {}
         self.alerts = Alerts(self.batch, (self.recipe.get("data") or {}).get("bad_share", 0.01))
-        for row in objects(folder / ROWS):
-            if type(row.get("step")) is not int:
-                continue
+        for row in read_metrics(folder / ROWS):
             self.step = row["step"]
             self.alerts.add(row)
-            for name in row:
-                if (value := number(row, name)) is not None:
-                    steps, values = self.curves.setdefault(name, ([], []))
-                    steps.append(self.step)
-                    values.append(value)
+            for name, value in numbers(row).items():
+                steps, values = self.curves.setdefault(name, ([], []))
+                steps.append(self.step)
+                values.append(value)
 
     @property
     def speed(self) -> float:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from kiloword.errors import needs
 from kiloword.files import write_json
-from kiloword.runs.rows import Row, number, read_object
+from kiloword.runs.rows import Row, numbers, read_object
 
 Kind = Literal["tensorboard", "wandb", "mlflow"]
 EXTRAS = {"tensorboard": "log", "wandb": "wandb", "mlflow": "mlflow"}  # library -> extra that installs it
@@ -43,9 +43,9 @@ class Tracker:
     def send(self, rows: Sequence[Row]) -> None:
         """Send the finite numbers of the rows that are new."""
         for row in rows:
-            values = {name: number(row, name) for name in row if name not in ("step", "time", "restarts")}
             if row["step"] >= self.first:
-                self.log({name: value for name, value in values.items() if value is not None}, row)
+                values = numbers(row).items()
+                self.log({name: value for name, value in values if name not in ("step", "time", "restarts")}, row)
 
 
 def opened(kind: Kind, folder: Path, step: int) -> Tracker:
@@ -63,7 +63,7 @@ def _tensorboard(folder: Path, step: int) -> Tracker:
 
     def log(values: dict[str, float], row: Row) -> None:
         for name, value in values.items():
-            writer.add_scalar(name, value, row["step"], walltime=number(row, "time"))
+            writer.add_scalar(name, value, row["step"], walltime=row.get("time"))
         writer.flush()
 
     return Tracker(first, log, lambda _: writer.close())

@@ -14,7 +14,7 @@ from kiloword.addresses import scrubbed
 from kiloword.config.recipes import Recipe
 from kiloword.files import write_atomic
 from kiloword.runs.alerts import Alerts
-from kiloword.runs.rows import ROWS, objects
+from kiloword.runs.rows import ROWS, read_metrics
 from kiloword.runs.trackers import Kind, Tracker, opened
 from kiloword.terminal import say, warn
 from kiloword.terminal.progress import ProgressLine, duration, per_second, time_left
@@ -110,8 +110,3 @@ class Log:
         """Print a message on its own line, unless quiet."""
         if not self.quiet:
             say(message, to=sys.stderr)
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All rows of a `metrics.jsonl`; a last line that a crash cut off is omitted."""
-    return [row for row in objects(path) if type(row.get("step")) is int]

@@ -13,8 +13,8 @@ from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives
 from kiloword.errors import suggestion
 from kiloword.files import SaveError, atomic, write_json
+from kiloword.runs.rows import read_metrics
 from kiloword.runs.run import read_best
-from kiloword.training.log import read_metrics
 
 MODEL = ("tokenizer.json", "config.json", "model.safetensors")  # in the order of writing, as in `save_model`
 HIGHER = re.compile(
