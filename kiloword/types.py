@@ -145,8 +145,8 @@ class Tensors:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Apply a function to every tensor."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}  # type: ignore[arg-type]
-        return replace(self, **{name: _changed(value, change) for name, value in values.items()})  # type: ignore[type-var]
+        names = [f.name for f in fields(self) if f.init]  # type: ignore[arg-type]
+        return replace(self, **{name: _changed(getattr(self, name), change) for name in names})  # type: ignore[type-var]
 
     def to(self, device: torch.device | str) -> Self:
         return self.each(lambda x: x.to(device, non_blocking=True))
@@ -218,10 +218,7 @@ class BatchInputs(dict[str, Tensor | TextGroup]):
     """Further fields of a batch, by name."""
 
     def __missing__(self, name: str) -> Tensor | TextGroup:
-        has = f"has {', '.join(map(repr, self))}" if self else "has none"
-        raise ValueError(
-            f"a loss reads the input {name!r}, which nothing makes: this batch {has}. See `Method.inputs`."
-        )
+        raise ValueError(f"a loss reads the input {name!r}, which nothing makes (`Method.inputs`), only {list(self)}.")
 
     def tensor(self, name: str) -> Tensor:
         """An input that is a tensor, [I, ...]."""
@@ -280,9 +277,7 @@ class Batch(Tensors):
             image_features={k: v[i:j] for k, v in self.image_features.items()},
             text_features={k: v[t:u] for k, v in self.text_features.items()},
             questions=None if self.questions is None else self.questions.cut(i, j),
-            inputs=BatchInputs(
-                {k: v.part(i, j) if isinstance(v, TextGroup) else v[i:j] for k, v in self.inputs.items()}
-            ),
+            inputs=BatchInputs({k: v[i:j] if isinstance(v, Tensor) else v.part(i, j) for k, v in self.inputs.items()}),
         )
 
     def to(self, device: torch.device | str) -> Batch:

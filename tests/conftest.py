@@ -12,8 +12,6 @@ from types import ModuleType
 import pytest
 import torch
 
-from terminals import Terminal
-
 torch.set_num_threads(1)
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are for the CPU; bench/gpu.sh is for a GPU
 
@@ -42,14 +40,6 @@ def _trim(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.node.get_closest_marker("slow"):
         getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: 0)(0)
-
-
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """A terminal whose cursor is at the beginning of a line."""
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", str(Terminal.columns))
-    return Terminal()
 
 
 @pytest.fixture(scope="session")

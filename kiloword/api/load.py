@@ -51,9 +51,8 @@ def load(
     context is too short for the kept positions, or dim is not a size that the embedding has.
     """
     device, path = choose(device, mps=True), local_folder(path)
-    model, tokenizer, slots = open_model(
-        path, device, dtype, Trust(method=method, trust_code=trust_code), precision, base
-    )
+    trust = Trust(method=method, trust_code=trust_code)
+    model, tokenizer, slots = open_model(path, device, dtype, trust, precision, base)
     folder = model_files(path)[0].parent
     file = read_model_file(folder, WEIGHTS if base is None else FILE)
     model = _resized(model, size, context)

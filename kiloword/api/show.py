@@ -45,14 +45,11 @@ class ScoreTable:
         rows = [["image", *self.texts[:COLUMNS]], *([name, *row] for name, row in zip(names, cells, strict=False))]
         return [[shown(cell)[:LETTERS] for cell in row] for row in rows]
 
-    def _size(self) -> str:
-        return f"{len(self.images)} images, {len(self.texts)} texts"
-
     def __repr__(self) -> str:
         rows = self._rows()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-        return "\n".join([*lines, self._size()])
+        return "\n".join([*lines, f"{len(self.images)} images, {len(self.texts)} texts"])
 
     def _repr_html_(self) -> str:
         head, *rows = self._rows()
@@ -62,4 +59,5 @@ class ScoreTable:
             best = max(cells, key=float)
             scores = "".join(f"<td>{f'<b>{cell}</b>' if cell == best else cell}</td>" for cell in cells)
             lines.append(f'<td><img src="{image}" alt=""> {escape(name)}</td>{scores}')
-        return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>{self._size()}"
+        table = "".join(f"<tr>{line}</tr>" for line in lines)
+        return f"<table>{table}</table>{len(self.images)} images, {len(self.texts)} texts"

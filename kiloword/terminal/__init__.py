@@ -63,9 +63,9 @@ def warn(*lines: str) -> None:
 
 def warn_once(*lines: str) -> None:
     """As `warn`, each line once in a command, and by the first rank only."""
-    new = [line for line in lines if line not in _warned and os.environ.get("RANK", "0") == "0"]
-    warn(*new)
-    _warned.update(new)
+    if os.environ.get("RANK", "0") == "0":
+        warn(*(line for line in lines if line not in _warned))
+        _warned.update(lines)
 
 
 def show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

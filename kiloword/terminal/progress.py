@@ -1,10 +1,9 @@
-"""How far long work is, and how long it still takes: a bar on a terminal, plain lines elsewhere."""
+"""How far long work is, and how long it still takes: one line on a terminal, some lines elsewhere."""
 
 from __future__ import annotations
 
 import math
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,15 +39,12 @@ class ProgressLine:
         if not self._live:
             say(line, to=self.out)
             return
-        size = (80, 24)
-        with suppress(OSError, ValueError):  # where stdout is a pipe, the size is that of stderr
-            size = os.get_terminal_size(self.out.fileno())
-        columns = shutil.get_terminal_size(size).columns - 1
-        text = shown(line, self.out.encoding)[:columns]
-        if (room := columns - len(text) - len(" []")) >= 10:
-            text += f" [{'=' * min(room, room * done // of):{room}}]"
+        columns = 80
+        with suppress(OSError, ValueError):  # a notebook has no size
+            columns = os.get_terminal_size(self.out.fileno()).columns
         # The cursor stays at the beginning, so that what others print takes the line's place.
-        self.out.write(f"\r{text.ljust(columns)}" + ("\n" if done >= of else "\r"))
+        text = shown(line, self.out.encoding)[: columns - 1].ljust(columns - 1)
+        self.out.write(f"\r{text}" + ("\n" if done >= of else "\r"))
         self.out.flush()
 
 

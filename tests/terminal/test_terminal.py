@@ -100,8 +100,6 @@ def test_tables_lose_no_letter_and_no_text_steers(
 def test_progress_fits_its_own_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of stderr where stdout is a pipe."""
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.setattr(sys, "__stdout__", None)
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (24, 40))
     with open(theirs, "w", encoding="utf-8") as out:
