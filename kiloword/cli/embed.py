@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tyro.conf import Positional
 
@@ -12,6 +13,7 @@ from kiloword.config.execution import Execution, Flat
 from kiloword.config.recipes import AugmentConfig
 from kiloword.generation.options import GenerationOptions
 from kiloword.models.trust import NONE, Trust
+from kiloword.terminal import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +83,26 @@ class Caption(Execution):
     trust_code: bool = False  # import the module named in config.json; only for models that you trust
 
     def run(self) -> None:
-        """Write the table. Raises: ValueError for a model without text decoder, and for options that do not fit."""
-        from kiloword.generation.command import main
+        """Write the table; ranks of torchrun share the rows. Raises: ValueError for options that do not fit, a model
+        without text decoder, and as `write_captions`."""
+        if self.out.suffix.lower() not in ("", ".parquet", ".pq"):
+            raise ValueError(f"{self.out}: captions are written as a parquet table: let --out end in .parquet.")
+        from kiloword.config.recipes import DataConfig
+        from kiloword.data.open import open_data
+        from kiloword.distributed.by_device import announce, workers_of
+        from kiloword.distributed.device import choose
+        from kiloword.distributed.sharing import together
+        from kiloword.generation.captioners import open_captioner
+        from kiloword.generation.command import write_captions
 
-        trust = Trust(method=self.model_method, trust_code=self.trust_code)
-        where = (self.workers, self.device, self.precision, trust)
-        main(self.model, self.data, self.out, self.options, self.batch, *where)
+        device, trust = choose(self.device), Trust(method=self.model_method, trust_code=self.trust_code)
+        with together(device):
+            describer = open_captioner(self.model, device, self.precision, trust)
+            size = describer.transform.size
+            workers = workers_of(self.workers, device, 4 * self.batch, size)  # transformers' own are of floats
+            announce(device, describer.precision, "as given or by model and device", workers)
+            how: dict[str, Any] = {"model": self.model, "batch": self.batch, "workers": workers, "report": sys.stderr}
+            source = open_data(DataConfig(sources=self.data), size)
+            if made := write_captions(describer, source, self.out, self.options, **how):
+                megabytes = self.out.stat().st_size / 1e6
+                say(f"{self.out}: {made[1]:,} captions of {made[0]:,} images, {megabytes:,.1f} MB")

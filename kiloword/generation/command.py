@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -17,24 +16,18 @@ from typing import Any, Literal, TextIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from kiloword.config.recipes import DataConfig
 from kiloword.config.settings import parse
 from kiloword.data.edits import every_row
 from kiloword.data.joins import check_keys, sampled_images
-from kiloword.data.open import open_data
 from kiloword.data.reading import EvalBatch, eval_batches
 from kiloword.data.rows import key_bytes
 from kiloword.data.stored import TableSettings
-from kiloword.distributed.by_device import announce, workers_of
-from kiloword.distributed.device import choose
-from kiloword.distributed.sharing import is_first, together
+from kiloword.distributed.sharing import is_first
 from kiloword.files import atomic
 from kiloword.generation.captioner import Captioner
-from kiloword.generation.captioners import TransformersCaptioner, open_captioner
+from kiloword.generation.captioners import TransformersCaptioner
 from kiloword.generation.options import GenerationOptions
-from kiloword.models.trust import Trust
 from kiloword.stores.pieces import COMMON, Rows, check_same, computed, read_table
-from kiloword.terminal import say
 from kiloword.types import Source
 
 PART = 1024  # rows a part: what an interruption costs at most
@@ -55,38 +48,6 @@ class CaptionFile(TableSettings):
     options: GenerationOptions
     images: dict[str, str] = field(default_factory=dict)  # see `kiloword.data.joins.sampled_images`
     format: Literal["kiloword-captions-1"] = "kiloword-captions-1"
-
-
-def main(
-    model: str,
-    data: Sequence[str],
-    out: Path,
-    options: GenerationOptions,
-    batch: int,
-    workers: int | Literal["auto"],
-    device: str,
-    precision: str,
-    trust: Trust,
-) -> None:
-    """What the command line calls; prints. Ranks that torchrun started share the rows.
-
-    Errors: see `open_captioner`, `open_data` and `write_captions`.
-    """
-    if out.suffix.lower() not in ("", ".parquet", ".pq"):
-        raise ValueError(f"{out}: captions are written as a parquet table: let --out end in .parquet.")
-    device = choose(device)
-    with together(device):
-        describer = open_captioner(model, device, precision, trust)
-        size = describer.transform.size
-        workers = workers_of(workers, device, 4 * batch, size)  # transformers' own are of floats
-        announce(device, describer.precision, "as given or by model and device", workers)
-        source = open_data(DataConfig(sources=tuple(data)), size)
-        made = write_captions(
-            describer, source, out, options, model=model, batch=batch, workers=workers, report=sys.stderr
-        )
-        if made is not None:
-            megabytes = out.stat().st_size / 1e6
-            say(f"{out}: {made[1]:,} captions of {made[0]:,} images, {megabytes:,.1f} MB")
 
 
 def write_captions(
