@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 class Explanation:
     """Where T texts look on I images, on a grid of P patches.
 
-    With mixing weights, a text's map is the mean of the tokens' maps, weighted by the text (mean over heads). Without,
-    it is the attention of what pools (class token, attention pooling; the same for every text), or how much the score
-    falls without each patch (other poolings; may be negative).
+    With mixing weights, a map is the mean of the tokens' maps, weighted by the text (mean over heads). Without, it is
+    the attention of what pools, the same for every text, or how much the score falls without each patch.
     """
 
     scores: Tensor  # [I, T]
@@ -137,11 +136,9 @@ def token_maps(attention: Tensor, e: int, n: int) -> Tensor:
 
 
 def single_maps(pooling: Single, tokens: Tensor, texts: Features, attention: Tensor, e: int) -> tuple[Tensor, str]:
-    """Maps [I, T, P] of a model with one vector per image, and what they are.
-
-    By attention pooling; of others how much the score falls when the mean of the patches takes the place of one, and
-    where no patch is read, where the tokens look that are.
-    """
+    """Maps [I, T, P] of a model with one vector per image, and what they are: of attention pooling; of others how much
+    the score falls when the mean of the patches takes the place of one, and where no patch is read, where the tokens
+    look that are."""
     pool, patches = pooling.image_pool, tokens[:, e:]
     if type(pooling).image is Single.image and pool.map is not None:
         return _same(pool.map.look(patches), texts, "attention pooling looks")

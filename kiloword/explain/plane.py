@@ -26,11 +26,9 @@ if TYPE_CHECKING:
 
 STDS = 2  # standard deviations, of the ellipses
 CORNERS = 48  # of an ellipse
-_INTRO = (
-    "Near points are alike to the model. A dot is a text, a square an image; an ellipse around it reaches "
-    f"{STDS} standard deviations to each side, where the model has Gaussians: the wider, the less certain.\n\n"
-    "The axes are the two directions in which the points of this page vary most, so that planes of two models cannot "
-    "be compared point by point, only by what lies near what."
+INTRO = (
+    f"A dot is a text, a square an image; an ellipse reaches {STDS} standard deviations of a Gaussian to each side. "
+    "The axes are those in which the points of this page vary most: planes of two models differ in them."
 )
 
 
@@ -76,4 +74,4 @@ def write_plane(path: Path, models: Mapping[str, Matcher], images: Sequence[Path
                     axes.fill(*outline(means[n], spread[n]).T, facecolor=colour, edgecolor=colour, alpha=0.2)
 
         sections[model] = [Plot(draw, f"{len(names)} images and texts in a plane", height=4)]
-    write_page(path, Page("Images and texts in a plane", _INTRO, sections, made_by()))
+    write_page(path, Page("Images and texts in a plane", INTRO, sections, made_by()))

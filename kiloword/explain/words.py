@@ -40,10 +40,8 @@ class WordMaps:
 
 
 def explain_words(matcher: Matcher, images: Images, texts: Sequence[str]) -> list[list[WordMaps]]:
-    """Attention maps for each word of T texts in each of I images: I lists of T.
-
-    The mean over heads of the last layer's cross-attention to the patches, scaled to sum to 1. With attentional pooling
-    the decoder attends to queries, which attend to the patches: the map is the product of both.
+    """Attention maps for each word of T texts in each of I images, I lists of T: the mean over heads of the last
+    layer's cross-attention to the patches (with attentional pooling, to the queries, times theirs), scaled to sum to 1.
 
     Raises: ValueError for a model without a text decoder, and for invalid images.
     """
@@ -77,10 +75,8 @@ def explain_words(matcher: Matcher, images: Images, texts: Sequence[str]) -> lis
 
 
 def words_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[tuple[str, list[int]]]:
-    """Words, split at spaces, of ids without special tokens, and the indices of the tokens of each.
-
-    A token belongs to the last word of the text decoded up to it, which holds for any tokenizer.
-    """
+    """Words, split at spaces, of ids without special tokens, and the indices of the tokens of each: a token belongs to
+    the last word of the text decoded up to it."""
     words = tokenizer.decode(ids).split()
     groups: list[list[int]] = [[] for _ in words]
     for n in range(len(ids)):

@@ -23,8 +23,7 @@ WRITERS: dict[str, Callable[[Exported, Path], list[str]]] = {
 }
 PHOTOS = (
     "Photos: kiloword turns them by their EXIF orientation, blends transparency with white, divides 16 bits by 257 and "
-    "makes palettes and 1 bit RGB, all before it resizes. Other libraries may not: give them photos made upright by "
-    "ImageOps.exif_transpose, and RGB of 8 bits."
+    "makes palettes and 1 bit RGB, all before it resizes. Give other libraries upright RGB of 8 bits."
 )
 LOAD = {  # lines of Python for the card
     "open_clip": (

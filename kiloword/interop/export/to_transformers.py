@@ -21,8 +21,8 @@ from kiloword.interop.hf_clip import ACTIVATIONS, FIELDS, SIZES
 from kiloword.model.trunks.libraries import quiet, transformers
 
 CROPPED = (
-    "Photos: transformers 5 resizes tensors (kiloword, like its backend='pil', images), and where a margin of odd size "
-    "is cut off, its crop may begin one pixel earlier: features of such photos differ, those of the same pixels do not."
+    "Photos: transformers 5 resizes tensors, not images, and its crop may begin one pixel earlier; "
+    "features of the same pixels are equal."
 )
 
 
