@@ -106,19 +106,32 @@ def parts_of(name: str) -> list[str]:
 
 
 def find(name: str) -> tuple[Callable[[Any], Method], type]:
-    """The preset function and its settings class."""
+    """The preset function and its settings class, with a field for each component. Raises: ValueError as `preset`."""
     if len(name) > LONGEST:
         raise ValueError(f"the name of a method has {len(name):,} characters: expected at most {LONGEST}.")
     base, *added = parts_of(name)
-    if added:
-        return _mixed(name, base, added)
-    if _is_code(name):
-        return _custom(name)
-    if name not in PRESETS:
-        hint = f" Weights of a model are taken by --init {name}." if ":" in name else suggestion(name, PRESETS)
-        raise ValueError(f"unknown method {name!r}: expected {', '.join(PRESETS)}, or your own module:preset.{hint}")
-    module = _module(PRESETS[name])
-    return module.preset, module.Settings
+    if _is_code(base):
+        make, kind = _custom(base)
+    elif base in PRESETS:
+        module = _module(PRESETS[base])
+        make, kind = module.preset, module.Settings
+    else:
+        hint = f" Weights of a model are taken by --init {name}." if ":" in name else suggestion(base, PRESETS)
+        raise ValueError(f"unknown method {base!r}: expected {', '.join(PRESETS)}, or your own module:preset.{hint}")
+    if not added:
+        return make, kind
+    chosen = _chosen(base, added)
+    nested = [(short, part.settings, field(default_factory=part.settings)) for short, (_, part) in chosen.items()]
+    mixed: Any = make_dataclass("Settings", nested, bases=(kind,), frozen=True, kw_only=True)
+    turns = {short: ORDER.index(part.slot if part.slot in ORDER else "") for short, (_, part) in chosen.items()}
+
+    def build(settings: Any) -> Method:
+        method = make(settings)
+        for short in sorted(chosen, key=turns.__getitem__):
+            method = _with(method, *chosen[short], getattr(settings, short))
+        return replace(method, name=name)
+
+    return build, mixed
 
 
 def _is_code(word: str) -> bool:
@@ -153,11 +166,9 @@ def _loaded(what: str, name: str, kind: type, expected: str) -> Any:
         ) from e
 
 
-def _mixed(name: str, base: str, added: list[str]) -> tuple[Callable[[Any], Method], type]:
-    """A preset with components; its settings are those of the base and one field per component."""
-    make, kind = find(base)
-    known, by_slot = components(), dict[str, str]()
-    chosen: dict[str, tuple[str, Component]] = {}  # by the name of the component's settings
+def _chosen(base: str, added: list[str]) -> dict[str, tuple[str, Component]]:
+    """Components by the name of their settings. Raises: ValueError for unknown ones, two of one slot or of one name."""
+    known, by_slot, chosen = components(), dict[str, str](), dict[str, tuple[str, Component]]()
     for word in added:
         if _is_code(word):
             part = _loaded("component", word, Component, "a kiloword.methods.method.Component")
@@ -172,20 +183,7 @@ def _mixed(name: str, base: str, added: list[str]) -> tuple[Callable[[Any], Meth
         if part.slot in by_slot and part.slot not in ("terms", "contrasts"):
             raise ValueError(f"{by_slot[part.slot]} and {word} both fill the slot {part.slot!r} of {base}: choose one.")
         by_slot[part.slot], chosen[short] = word, (word, part)
-    nested = [(short, part.settings, field(default_factory=part.settings)) for short, (_, part) in chosen.items()]
-    mixed: Any = make_dataclass("Settings", nested, bases=(kind,), frozen=True, kw_only=True)
-
-    def turn(short: str) -> int:
-        slot = chosen[short][1].slot
-        return ORDER.index(slot if slot in ORDER else "")
-
-    def build(settings: Any) -> Method:
-        method = make(settings)
-        for short in sorted(chosen, key=turn):
-            method = _with(method, *chosen[short], getattr(settings, short))
-        return replace(method, name=name)
-
-    return build, mixed
+    return chosen
 
 
 def _with(method: Method, word: str, part: Component, settings: Any) -> Method:

@@ -21,8 +21,7 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.models.card import CARD, write_card
 from kiloword.report import Gallery, Text, Tile, write_page
 from kiloword.runs.page import Differs, page
-from kiloword.runs.rows import ROWS, began
-from kiloword.runs.run import ERROR
+from kiloword.runs.rows import began
 from kiloword.runs.run import Run as Folder
 from kiloword.training import start
 from kiloword.training.resolve import Run
@@ -38,6 +37,7 @@ def reported(run: Run) -> Iterator[None]:
 
     A finished run that has its report and its card is left as it is.
     """
+    done = run.finished and all(path.is_file() for path in (run.out / NAME, run.out / "model" / CARD))
     if not (collectives.rank() or run.finished):
         threads = f"{run.device} ({count(torch.get_num_threads(), 'thread')})"
         began(
@@ -52,11 +52,7 @@ def reported(run: Run) -> Iterator[None]:
     try:
         yield
     finally:
-        path = run.out / NAME
-        known = path.stat().st_mtime_ns if path.is_file() else 0
-        files = [file for file in (run.out / ROWS, run.out / ERROR) if file.is_file()]
-        news = any(file.stat().st_mtime_ns > known for file in files)
-        if news or (run.finished and not (run.out / "model" / CARD).is_file()):
+        if not done:
             write(run)
 
 
