@@ -24,8 +24,7 @@ from kiloword.training.run_folder import error_kept
 from kiloword.training.setup import prepare, saver
 from kiloword.training.signals import Stop, stop_signals
 from kiloword.training.step import backward
-from kiloword.training.validation.best import logged
-from kiloword.training.validation.evaluate import first_look, validate
+from kiloword.training.validation import first_look, logged, validate
 from kiloword.types import Batch, Source
 
 GOES_ON = "The same command goes on from there."

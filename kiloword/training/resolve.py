@@ -36,8 +36,7 @@ from kiloword.training.optimizer import Average, Optimizer
 from kiloword.training.run_folder import RunFile, check_same_run, earlier, holds_run, run_file
 from kiloword.training.step import Learner
 from kiloword.training.tuning import Unfreezing
-from kiloword.training.validation.best import Best, check_best
-from kiloword.training.validation.sets import ValSet, open_val, prefix
+from kiloword.training.validation import Best, ValSet, check_best, open_val, prefix
 from kiloword.types import Source, Transform
 
 

@@ -24,8 +24,7 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.runs.run import Run
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import train
-from kiloword.training.validation.best import Best, direction
-from kiloword.training.validation.sets import open_val, set_names
+from kiloword.training.validation import Best, direction, open_val, set_names
 from tars import photo
 
 COLOURS = "scenes:test?n=16&task=colour"

@@ -83,7 +83,7 @@ class Sweep:
             return
         from kiloword.methods.registry import preset
         from kiloword.training.signals import Stopped
-        from kiloword.training.validation.sets import open_sets
+        from kiloword.training.validation import open_sets
 
         sets = open_sets(options.eval, "questions" in preset(training.words.method).needs, None, "--eval")
         with Lock(options.out, "sweeping in"):
@@ -173,7 +173,7 @@ def _metrics(arm: Arm, folder: Path, sets: Sequence[Any]) -> dict[str, float]:
     from kiloword.api import load
     from kiloword.data.open import open_data
     from kiloword.distributed.device import choose
-    from kiloword.training.validation.sets import judged
+    from kiloword.training.validation import judged
 
     training = train.read(arm["command"])
     training.run()
