@@ -25,7 +25,7 @@ from kiloword.distributed.device import precision_of
 from kiloword.methods.registry import names, preset
 from kiloword.model.model import initialise
 from kiloword.models.build import build
-from kiloword.training import compilation
+from kiloword.training import engine
 from kiloword.training.step import Learner, backward
 from kiloword.types import Batch
 from plan_measure import batch_of
@@ -87,9 +87,9 @@ def check(name: str, args: argparse.Namespace) -> dict[str, Errors]:
     for way in args.ways:
         precision, kept, compiled = WAYS[way]
         learner = copy.deepcopy(first).to(args.device)
-        compilation.recompute(learner.model, kept)  # type: ignore[arg-type]
+        engine.recompute(learner.model, kept)  # type: ignore[arg-type]
         mine = batch.to(torch.device(args.device))
-        compilation.compile_model(learner.model, compiled)  # type: ignore[arg-type]
+        engine.compile_model(learner.model, compiled)  # type: ignore[arg-type]
         found[way] = errors(outcome(learner, mine, args.device, precision), exact)
     if args.profile:
         profile(copy.deepcopy(first).to(args.device), batch.to(torch.device(args.device)), args.device)

@@ -28,7 +28,7 @@ from kiloword.config.recipes import OptimConfig, sizes
 from kiloword.distributed import collectives, launch
 from kiloword.methods.registry import preset
 from kiloword.models.build import build
-from kiloword.training import compilation, engine
+from kiloword.training import engine
 from kiloword.training.optimizer import Optimizer
 from kiloword.training.step import Learner, backward
 from kiloword.types import Batch, Texts
@@ -43,7 +43,7 @@ class Steps:
         self.args, self.micro = args, micro
         method = preset("siglip")
         self.learner = Learner(build(sizes()[args.size], method), method).to(args.device)
-        compilation.recompute(self.learner.model, kept)  # type: ignore[arg-type]
+        engine.recompute(self.learner.model, kept)  # type: ignore[arg-type]
         if way == "fsdp":
             engine.shard(self.learner, half=args.dtype == "bf16")
         self.reducer = engine.replicated(self.learner)

@@ -40,7 +40,7 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.transforms.mix import Compose
 from kiloword.data.transforms.settings import ComposeSettings
 from kiloword.losses.pertext import choose
-from kiloword.methods.fff.preset import Mined
+from kiloword.methods.fff import Mined
 from kiloword.randomness import Draw
 from kiloword.training import saving
 from step import alone, given, our_side, step

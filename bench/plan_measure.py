@@ -23,7 +23,7 @@ from kiloword.distributed.device import precision_of
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.method import Method
 from kiloword.models.build import build
-from kiloword.training.compilation import recompute
+from kiloword.training.engine import recompute
 from kiloword.training.optimizer import Optimizer
 from kiloword.training.step import Learner, backward
 from kiloword.types import Batch, BatchInputs, Input, TextGroup, Texts

@@ -33,7 +33,7 @@ from kiloword.interop.state_dicts import translated
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model
 from kiloword.models.build import build
-from kiloword.training import compilation
+from kiloword.training import engine
 from kiloword.training.step import Learner
 from kiloword.types import Batch, Texts
 
@@ -102,7 +102,7 @@ def alone(args: argparse.Namespace) -> tuple[Model, Side]:
 
 def our_side(model: Model, args: argparse.Namespace) -> Side:
     learner = Learner(model, preset("clip"))
-    compilation.compile_model(model, "towers" if args.compile else "none")
+    engine.compile_model(model, "towers" if args.compile else "none")
 
     def our_loss(batch: Given) -> Tensor:
         loss: Tensor = learner(batch.ours, {})["loss"]

@@ -20,7 +20,7 @@ from torch import Tensor
 from kiloword.config.recipes import Recipe
 from kiloword.data.tree import TreeSource
 from kiloword.losses.pairs import sigmoid_loss
-from kiloword.methods.fff.preset import Exact, all_true
+from kiloword.methods.fff import Exact, all_true
 from kiloword.methods.method import Component, Method
 from kiloword.randomness import generator
 from kiloword.types import PairBlocks, Pairs, Positives, Total

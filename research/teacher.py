@@ -50,7 +50,7 @@ def _calibrated(table: Any, source: Any) -> dict[str, Any]:
     """Thresholds, and counts of the random pairs that they mine."""
     from kiloword.apps.mine.corpus import corpus_of, truth_of
     from kiloword.apps.mine.search import calibrate, random_pairs
-    from kiloword.methods.fff.preset import Mined, matches
+    from kiloword.methods.fff import Mined, matches
 
     corpus, rows = corpus_of(source, table)
     sample, true = random_pairs(corpus, SEED, truth=truth_of(source, corpus.captions, rows))

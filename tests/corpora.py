@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kiloword.apps.mine.corpus import Corpus
-from kiloword.methods.fff.preset import Mined
+from kiloword.methods.fff import Mined
 
 LOW = Mined(p1=0.3, p2=0.4, p3=0.2, p1_text=0.1)
 

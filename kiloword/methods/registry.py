@@ -34,7 +34,7 @@ PRESETS = {  # a new method is one line here
     "clip": "clip",
     "clip-c": "clip_c",
     "coca": "coca.coca",
-    "fff": "fff.preset",
+    "fff": "fff",
     "filip": "filip",
     "flair": "flair",
     "llip": "llip",

@@ -25,7 +25,7 @@ from kiloword.runs.run import ERROR
 from kiloword.runs.trackers import check_installed
 from kiloword.stores.runs import check_trunk
 from kiloword.stores.tokens import ImageTokens, TextTokens, opened
-from kiloword.training import compilation, engine, start, tuning
+from kiloword.training import engine, start, tuning
 from kiloword.training.log import Log
 from kiloword.training.optimizer import Average, Optimizer
 from kiloword.training.resolve import Run, resolve
@@ -123,8 +123,8 @@ def spread(learner: Learner, recipe: Recipe, options: RunOptions) -> None:
     """Apply checkpointing, compilation and sharding of the options; weights and results do not change."""
     if options.parallel == "fsdp" and options.compile == "towers":
         raise ValueError("--compile towers and --parallel fsdp exclude each other: with fsdp, compile blocks.")
-    compilation.recompute(learner.model, options.checkpointing)
-    compilation.compile_model(learner.model, options.compile)
+    engine.recompute(learner.model, options.checkpointing)
+    engine.compile_model(learner.model, options.compile)
     if options.parallel == "fsdp":
         engine.shard(learner, half=recipe.precision == "bf16")
         engine.materialise(learner, recipe.seed)

@@ -34,7 +34,7 @@ from kiloword.model.trunks.trunk import trunks as trunks_of
 from kiloword.models.build import build
 from kiloword.models.model_folder import load_model, save_model
 from kiloword.models.trust import Trust
-from kiloword.training import compilation, engine
+from kiloword.training import engine
 from kiloword.training.optimizer import Optimizer
 from kiloword.training.step import Learner, backward
 from kiloword.types import Batch, TextGroup
@@ -164,7 +164,7 @@ def gradients(
     share, rank = IMAGES // parallel.ranks(), parallel.rank()
     model = learner(method, way.chunk, trunks=trunks)
     data = inputs(model, batch(rank * share, (rank + 1) * share, order, method, trunks), trunks)
-    compilation.recompute(model.model, way.checkpointing)
+    engine.recompute(model.model, way.checkpointing)
     if way.parallel == "fsdp":
         engine.shard(model)
     report = backward(model, data.split(way.micro), reducer=engine.replicated(model))

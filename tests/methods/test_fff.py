@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kiloword.distributed import collectives
 from kiloword.methods.defaults import default_recipe
-from kiloword.methods.fff.preset import search
+from kiloword.methods.fff import search
 from kiloword.methods.registry import preset
 from kiloword.models.tensors import open_tensors
 from kiloword.training.loop import RunOptions, train

@@ -23,7 +23,7 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.model import attention, blocks
 from kiloword.model.attention import Packing
 from kiloword.randomness import key
-from kiloword.training import compilation
+from kiloword.training import engine
 from kiloword.training.loop import train
 from kiloword.training.step import Learner, backward
 from kiloword.verify.batch import batch
@@ -91,7 +91,7 @@ def test_gradients_of_compiled_towers_do_not_depend_on_what_variable_length_kern
     monkeypatch.setattr(varlen, "varlen_attn", stand_in)
     monkeypatch.setattr(blocks, "attention", with_kernel)
     model = learner(method)
-    compilation.compile_model(model.model, "blocks")
+    engine.compile_model(model.model, "blocks")
     found = gradients(model, method)
     largest = max(float(g.abs().max()) for g in expected.values())
     assert found.keys() == expected.keys()
@@ -180,7 +180,7 @@ def test_the_gpus_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_batches_of_any_lengths_need_few_graphs(method: str, parts: Compile, graphs: int) -> None:
     """And none is broken. Of each batch the numbers of tokens, the longest text and masks are others."""
     plain, compiled = made(method), made(method)
-    compilation.compile_model(compiled.model, parts, "aot_eager")
+    engine.compile_model(compiled.model, parts, "aot_eager")
     counters = torch._dynamo.utils.counters
     torch._dynamo.reset()
     counters.clear()

@@ -32,7 +32,7 @@ from kiloword.model.heads import Head, Scale, Single
 from kiloword.model.model import Model, initialise, resize
 from kiloword.model.resnet import BatchNorm, ResNet, commit, statistics
 from kiloword.models.build import build
-from kiloword.training.compilation import recompute
+from kiloword.training.engine import recompute
 from kiloword.training.loop import RunOptions, train
 from kiloword.training.step import learner_of
 from kiloword.types import Texts

@@ -18,7 +18,7 @@ from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives
 from kiloword.methods.defaults import MUON, default_recipe
 from kiloword.methods.registry import preset
-from kiloword.training import compilation, engine
+from kiloword.training import engine
 from kiloword.training.optimizer import SETTLED, Average, Optimizer
 from kiloword.training.setup import make_learner, spread
 from kiloword.training.step import Learner, backward
@@ -176,7 +176,7 @@ def test_checkpointing_keeps_less_the_more_it_repeats() -> None:
     kept, some = {}, batch()
     for kind in ("none", "selective", "whole"):
         model = learner("siglip", dtype=torch.float32)
-        compilation.recompute(model.model, kind)  # type: ignore[arg-type]
+        engine.recompute(model.model, kind)  # type: ignore[arg-type]
         kept[kind] = plan_allocated.kept(lambda: model.encode(some))  # noqa: B023
     assert kept["whole"] < 0.4 * kept["none"]
     assert kept["whole"] < 0.6 * kept["selective"] < 0.6 * 0.85 * kept["none"]
@@ -189,8 +189,8 @@ def test_checkpointing_keeps_less_the_more_it_repeats() -> None:
 def test_compiled_towers_give_the_same_gradients(kind: Any) -> None:
     """Of batches of several lengths, with checkpointing, without a graph for each."""
     plain, compiled = learner("prolip"), learner("prolip")
-    compilation.recompute(compiled.model, "whole")
-    compilation.compile_model(compiled.model, kind)
+    engine.recompute(compiled.model, "whole")
+    engine.compile_model(compiled.model, kind)
     torch._dynamo.utils.counters.clear()
     for first in (0, 4, 8):
         for model in (plain, compiled):

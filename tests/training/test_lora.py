@@ -23,7 +23,7 @@ from kiloword.config.recipes import LoraConfig, Recipe
 from kiloword.distributed import collectives
 from kiloword.methods.defaults import default_recipe
 from kiloword.model.adapters import attach
-from kiloword.training import compilation, engine, start
+from kiloword.training import engine, start
 from kiloword.training.loop import train
 from kiloword.training.optimizer import groups
 from kiloword.training.step import Learner, backward
@@ -53,7 +53,7 @@ def adapted(dtype: torch.dtype = torch.float64) -> Learner:
 def gradients(way: Way, spread: Callable[[Learner], object] = lambda made: None) -> dict[str, Tensor]:
     """Gradients of all parameters on this rank's share of a batch, gathered."""
     made, share, rank = adapted(), IMAGES // collectives.ranks(), collectives.rank()
-    compilation.recompute(made.model, way.checkpointing)
+    engine.recompute(made.model, way.checkpointing)
     spread(made)
     if way.parallel == "fsdp":
         engine.shard(made)
@@ -97,7 +97,7 @@ def test_one_gradient_on_every_way(ranks: int, way: Way, reference: dict[str, Te
 def test_compiled(kind: Any, reference: dict[str, Tensor]) -> None:
     """Dynamo follows the hooks; its backend does not matter here."""
     torch._dynamo.reset()
-    assert_close(gradients(Way(), lambda made: compilation.compile_model(made.model, kind, "eager")), reference)
+    assert_close(gradients(Way(), lambda made: engine.compile_model(made.model, kind, "eager")), reference)
 
 
 def test_muon_leaves_adapters_to_adamw() -> None:

@@ -21,7 +21,7 @@ from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import is_first, together
 from kiloword.evaluation.features import tile
 from kiloword.files import Lock, atomic, write_json
-from kiloword.methods.fff.preset import Mined
+from kiloword.methods.fff import Mined
 from kiloword.report import Block, Gallery, Page, Plot, Table, Text, Tile, made_by, say_blocks, write_page
 from kiloword.stores.features import FeatureStore
 from kiloword.types import Source

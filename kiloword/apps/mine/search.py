@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kiloword.apps.mine.corpus import Corpus, Floats, Ints, Truth
 from kiloword.distributed.sharing import in_turns
-from kiloword.methods.fff.preset import Mined
+from kiloword.methods.fff import Mined
 from kiloword.model.encoding import chunks
 from kiloword.randomness import some
 from kiloword.terminal.progress import track
@@ -83,7 +83,7 @@ class MinedPairs:
 
 
 def by_term(settings: Mined, values: Tensor) -> Tensor:
-    """Pairs [3, ...] accepted by each term of eq. 2 (`kiloword.methods.fff.preset.matches`): bool [3, ...]."""
+    """Pairs [3, ...] accepted by each term of eq. 2 (`kiloword.methods.fff.matches`): bool [3, ...]."""
     it, ii, tt = values
     return torch.stack([it > settings.p1, ii > settings.p2, (tt > settings.p3) & (it > settings.p1_text)])
 

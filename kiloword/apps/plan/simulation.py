@@ -32,7 +32,7 @@ from kiloword.distributed.device import precision_of, simulated
 from kiloword.losses.pairs import Blocks, learns
 from kiloword.methods.method import Method
 from kiloword.model.trunks.trunk import trunks
-from kiloword.training.compilation import recompute, recomputed_blocks
+from kiloword.training.engine import recompute, recomputed_blocks
 from kiloword.training.optimizer import Optimizer
 from kiloword.training.step import learner_of
 from kiloword.types import Batch, Features

@@ -26,7 +26,7 @@ from kiloword.cli.main import main
 from kiloword.config.recipes import DataConfig
 from kiloword.data.open import open_data
 from kiloword.data.scenes.source import parse_scenes
-from kiloword.methods.fff.preset import Mined, matches
+from kiloword.methods.fff import Mined, matches
 from kiloword.stores.embed import embed
 from kiloword.stores.features import FeatureStore
 
