@@ -49,22 +49,21 @@ class Data:
             from kiloword.data.classes.names import listing
 
             say(*listing(self.source))
-            return
-        if self.source is None:
+        elif self.source is None:
             raise ValueError(f"data {self.what} needs a data set: kiloword data {self.what} SRC.")
-        if self.what == "pairs":
+        elif self.what == "pairs":
             if not (self.as_ and self.out):
                 raise ValueError("expected kiloword data pairs SRC --as RUN --out pairs.parquet.")
             say(write_pairs(self.source, self.as_, self.size, self.out))
-            return
-        if self.as_ and not self.png:
-            raise ValueError("--as draws training examples: expected data stats SRC --as METHOD --png FILE.")
-        drawn = [draw_examples(self.source, self.as_, self.size, self.png)] if self.as_ and self.png else []
-        from kiloword.data.inspect import main
+        else:
+            if self.as_ and not self.png:
+                raise ValueError("--as draws training examples: expected data stats SRC --as METHOD --png FILE.")
+            drawn = [draw_examples(self.source, self.as_, self.size, self.png)] if self.as_ and self.png else []
+            from kiloword.data.inspect import main
 
-        if main(self.what, self.source, None if drawn else self.png):
-            raise SystemExit(1)
-        say(*drawn)
+            if main(self.what, self.source, None if drawn else self.png):
+                raise SystemExit(1)
+            say(*drawn)
 
 
 def draw_examples(src: str, like: str, size: str, png: Path) -> str:

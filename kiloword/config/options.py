@@ -54,14 +54,15 @@ def missing(recipe: Recipe) -> dict[str, str]:
     """Flags without effect in a recipe -> what they need of settings elsewhere in it."""
     model, trains = recipe.model, bool(recipe.unfreeze)
     trunks = model.image.trunk.name or model.text.trunk.name
-    read = {
-        "vocab": recipe.init is None and not recipe.text_tower and recipe.data.tokenizer == "own",
-        "optim.text-lr": trains or "text" not in recipe.freeze,
-        "optim.trunk-lr": trunks and (trains or recipe.freeze or recipe.lora.rank),
-    }
     needs = {
-        "vocab": "a tokenizer of the run's own, without --init, --text-tower and --tokenizer",
-        "optim.text-lr": "a text tower that is trained",
-        "optim.trunk-lr": "a trunk (--image-tower or --text-tower) that is trained (--freeze none)",
+        "vocab": (
+            recipe.init is None and not recipe.text_tower and recipe.data.tokenizer == "own",
+            "a tokenizer of the run's own, without --init, --text-tower and --tokenizer",
+        ),
+        "optim.text-lr": (trains or "text" not in recipe.freeze, "a text tower that is trained"),
+        "optim.trunk-lr": (
+            trunks and (trains or recipe.freeze or recipe.lora.rank),
+            "a trunk (--image-tower or --text-tower) that is trained (--freeze none)",
+        ),
     }
-    return {flag: needs[flag] for flag in needs if not read[flag]}
+    return {flag: need for flag, (read, need) in needs.items() if not read}

@@ -34,16 +34,10 @@ def test_methods_name_every_preset_and_component(capsys: pytest.CaptureFixture[s
         assert re.split(r"\s{2,}", line.strip()) == [word for word in slots(preset(name)).values() if word]
     assert all(rows[name] == [name, one.slot, one.summary] for name, one in components().items())
     found = {name: slots(preset(name)) for name in names()}
-    for method, slot, component in (
-        ("prolip", "uncertainty", "gaussian"),
-        ("vqa", "pair loss", ""),
-        ("clip-c", "transforms", "compose"),
-        ("llip", "pooling", "contextual"),
-        ("sycoca", "terms", "caption, mim"),
-        ("fff", "captions", "all"),
-        ("siglip", "positives", "annotated"),
-    ):
-        assert found[method][slot] == component
+    stated = {"prolip": "uncertainty gaussian", "vqa": "pair loss ", "clip-c": "transforms compose"}
+    stated |= {"llip": "pooling contextual", "sycoca": "terms caption, mim", "fff": "captions all"}
+    for method, words in {**stated, "siglip": "positives annotated"}.items():
+        assert any(f"{slot} {component}" == words for slot, component in found[method].items()), words
 
 
 def test_doctor_says_what_is_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

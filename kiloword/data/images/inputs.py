@@ -14,6 +14,7 @@ from torch import Tensor
 from kiloword.addresses import is_url, scrubbed
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.decode import Pixels, to_rgb
+from kiloword.errors import article
 from kiloword.types import BadSample
 
 OneImage: TypeAlias = "Image.Image | str | Path | bytes | np.ndarray[Any, Any] | Tensor"
@@ -104,5 +105,4 @@ def _pixels(image: Any, place: int) -> Pixels:
 
 def kind(value: Any) -> str:
     """The name of the value's type, with its article."""
-    name = type(value).__name__
-    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+    return article(type(value).__name__)
