@@ -6,13 +6,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -177,19 +179,17 @@ def test_precision_and_recall_of_a_teacher_that_knows() -> None:
     assert 0 < float(strict["recall"] or 0) < 1
 
 
-class Colours:
-    """A teacher of eight numbers: an image's mean colours, a caption's letters."""
+def colours(images: torch.Tensor) -> torch.Tensor:
+    return F.normalize(images.float().reshape(len(images), 8, -1).mean(2))
 
-    size, fingerprint = 16, "colours"
-    resize: Literal["shortest", "squash"] = "squash"
 
-    def encode_images(self, images: torch.Tensor) -> torch.Tensor:
-        means = images.float().unflatten(2, (2, 8)).mean((3, 4)).flatten(1) / 255  # [n, 6]
-        return torch.nn.functional.normalize(torch.nn.functional.pad(means, (0, 2), value=0.1), dim=1)
+def letters(texts: Sequence[str]) -> torch.Tensor:
+    return F.normalize(torch.tensor([[1.0 + text.count(letter) for letter in "abcdefgh"] for text in texts]))
 
-    def encode_texts(self, texts: Sequence[str]) -> torch.Tensor:
-        counts = [[1.0 + text.count(letter) for letter in "abcdefgh"] for text in texts]
-        return torch.nn.functional.normalize(torch.tensor(counts).reshape(-1, 8), dim=1)
+
+TEACHER: Any = SimpleNamespace(
+    size=16, fingerprint="colours", resize="squash", encode_images=colours, encode_texts=letters
+)
 
 
 def test_from_feature_store_to_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +197,7 @@ def test_from_feature_store_to_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     keys = [parse_scenes(src).record(row).key for row in range(30)]
     pq.write_table(pa.table({"key": keys, "caption": [f"<b>bead {n % 4}" for n in range(30)]}), extra)
     data = open_data(DataConfig(sources=(src,), extra_captions=(str(extra),)))
-    embed(Colours(), data, tmp_path / "side", name="hues")
+    embed(TEACHER, data, tmp_path / "side", name="hues")
     flags = ["--features", str(tmp_path / "side"), *["--calibrate", "--false-rate", "0.05", "--batch", "8"]]
 
     def run(out: str, *more: str, data: str = src) -> dict:
@@ -219,7 +219,7 @@ def test_from_feature_store_to_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     part, rows = corpus_of(parse_scenes("scenes?n=20&captions=1"), FeatureStore(tmp_path / "side"))
     assert (list(part.keys), rows.tolist()) == (keys[:20], list(range(20)))
     assert part.captions == [parse_scenes("scenes?n=20&captions=1").captions(row)[0] for row in range(20)]
-    np.testing.assert_allclose(part.texts, Colours().encode_texts(part.captions), atol=1e-3)
+    np.testing.assert_allclose(part.texts, letters(part.captions), atol=1e-3)
     np.testing.assert_array_equal(part.means, part.texts.astype(np.float32))
     both = run("both", "--extra-captions", str(extra))
     assert both["captions"] == own["captions"] + 30
