@@ -135,8 +135,9 @@ def pairs_table(corpus: Corpus, mined: MinedPairs, settings: Mined) -> pa.Table:
 def _short(found: Mapping[str, Any], settings: Mined) -> Iterator[Block]:
     """What was mined, and how to train with it."""
     of_terms, of_parts = found["terms"], found["analyses"]
-    yield Text(f"{found['images']:,} images, {found['captions']:,} captions, teacher {found['teacher']}")
-    yield Text(f"mined {found['mined_per_image']['mean']:.3g} captions an image, of {found['pairs']:,} pairs")
+    mean = found["mined_per_image"]["mean"]
+    yield Text(f"{found['images']:,} images, {found['captions']:,} captions, {mean:.3g} mined an image")
+    yield Text(f"teacher {found['teacher']}")
     flags = [f"--settings.{name.replace('_', '-')} {value:g}" for name, value in found["thresholds"].items()]
     flags += [f"--settings.teacher {settings.teacher}"] * (settings.teacher != "teacher")
     yield Text(f"to train with them: {' '.join(flags)}", "code")

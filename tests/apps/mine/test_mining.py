@@ -144,6 +144,8 @@ def test_calibration_finds_what_it_says() -> None:
     ones = torch.ones(3, 1000)  # copies match
     fitted = calibrate(np.full(10, 0.3), ones * torch.tensor([[0.1], [1], [1]]), Mined(), 1e-3)
     assert (fitted.p2, fitted.p3) == (0.999, 0.999)
+    skewed = calibrate(np.array([0.9] * 19 + [-1.0]), ones * 0.1, Mined())  # nine of ten exceed 0.9, the mean is below
+    assert skewed.p1 == skewed.p1_text == 0.805
     with pytest.raises(ValueError, match="train it longer"):
         calibrate(np.full(10, -0.1), ones, Mined())
 
@@ -211,9 +213,10 @@ def test_from_feature_store_to_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     pairs = pq.read_table(tmp_path / "own/pairs.parquet")
     names = ["key", "caption", "caption_index", "owner", "it", "ii", "tt", "by_it", "by_ii", "by_tt", "true"]
     assert pairs.column_names == names
+    source = parse_scenes(src)
     for row in pairs.to_pylist():
-        of_owner = parse_scenes(src).captions(keys.index(row["owner"]))
-        assert of_owner[row["caption_index"]] == row["caption"]
+        assert source.captions(keys.index(row["owner"]))[row["caption_index"]] == row["caption"]
+        assert [[row["true"]]] == source.relevance([row["caption"]], [keys.index(row["key"])]).tolist()
         assert row["by_it"] == (row["it"] > own["thresholds"]["p1"])
         assert row["by_it"] or row["by_ii"] or row["by_tt"]
     part, rows = corpus_of(parse_scenes("scenes?n=20&captions=1"), FeatureStore(tmp_path / "side"))
