@@ -103,6 +103,7 @@ def test_analyses_of_captions() -> None:
     leaning = np.array([[0.6, 0.8], [0.6, -0.8]], np.float32)  # their mean points at the image
     figures = analysed(corpus(images, [leaning, images[1:]], ["a", "b", "a"]), 2, 0)
     assert (figures["captions"], figures["repeated"], figures["frequent"]) == (3, 1, [("a", 2), ("b", 1)])
+    assert figures["own_caption_first"] == 1.0
     means = {name: value["mean"] for name, value in figures.items() if isinstance(value, dict)}
     assert means == pytest.approx(
         {
@@ -175,6 +176,7 @@ def test_precision_and_recall_of_a_teacher_that_knows() -> None:
     table = terms(found, True)
     assert table["eq. 2"]["mined"] == found.counts[1, -1] == int(true.sum()) - len(flat)
     assert (table["eq. 2"]["precision"], table["eq. 2"]["recall"]) == (1.0, 1.0)
+    assert table["it"]["share_of_pairs"] == table["it"]["mined"] / (299 * len(flat))
     assert (table["ii"]["precision"], table["ii"]["recall"]) == (None, 0.0)
     strict = terms(search(c, Mined(p1=0.1, p3=1.0), truth=truth), True)["it"]
     assert strict["precision"] == 1.0
@@ -224,7 +226,8 @@ def test_from_feature_store_to_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert part.captions == [parse_scenes("scenes?n=20&captions=1").captions(row)[0] for row in range(20)]
     np.testing.assert_allclose(part.texts, letters(part.captions), atol=1e-3)
     np.testing.assert_array_equal(part.means, part.texts.astype(np.float32))
-    both = run("both", "--extra-captions", str(extra))
+    both = run("both", "--extra-captions", str(extra), "--p3", "0.99")
+    assert both["thresholds"]["p3"] == 0.99
     assert both["captions"] == own["captions"] + 30
     assert set(both["analyses"]) == {"own", "extra"}
     assert both["analyses"]["extra"]["repeated"] == 26
@@ -237,7 +240,7 @@ def test_from_feature_store_to_files(tmp_path: Path, capsys: pytest.CaptureFixtu
         run("own")
     assert "is writing" in capsys.readouterr().err
     refused = [(("--features", str(tmp_path / "nothing")), src, "holds no features"),
-               ((), "scenes?n=31", "made from"),
+               ((), "scenes?n=31", "made from"), ((), "scenes?n=1&captions=2", "no two images"),
                (("--batch", "1"), src, "--batch is 1: expected at least 2"),
                (("--most", "0"), src, "--most is 0"), (("--false-rate", "2"), src, "--false-rate is 2"),
                (("--no-calibrate", "--false-rate", "0.1"), src, "--calibrate")]  # fmt: skip
