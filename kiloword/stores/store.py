@@ -99,7 +99,9 @@ class Store:
     def __init__(self, folder: Path | str) -> None:
         self.folder, self.path, self._maps = folder, place_of(folder, self.kind), dict[str, NDArray[Any]]()
         if not (self.path / STORE).is_file():
-            raise ValueError(f"{folder} holds no {WHAT[self.kind]}: make them by `kiloword embed`.")
+            raise ValueError(
+                f"{folder} holds no {WHAT[self.kind]}, as {self.path} has no {STORE}: make them by `kiloword embed`."
+            )
         self.file = store_file(self.path)
         if not (self.path / KEYS).is_file():
             raise ValueError(f"{folder} is not finished. Run the same `kiloword embed` command again to complete it.")
