@@ -32,17 +32,15 @@ def make(
         if before.get("recipe", made) != made:
             raise ValueError(f"{out} holds a teacher of other settings: choose another --out, or repeat its settings.")
         return
-    from kiloword.config.recipes import DataConfig
     from kiloword.files import write_json
-    from kiloword.stores.embed import EmbedOptions
-    from kiloword.stores.embed import main as embed
+    from kiloword.stores.command import Embed
     from kiloword.stores.features import FeatureStore
     from kiloword.training.loop import RunOptions, train
     from kiloword.training.resolve import open_sources
 
     how, seen = RunOptions(workers=workers, device=device), None if source is None else source(recipe)
     model = train(replace(recipe, seed=SEED), out / "teacher", source=seen, options=how)
-    embed(DataConfig(sources=recipe.data.sources), features(out), EmbedOptions(model=str(model)), workers, device)
+    Embed(model=str(model), data=recipe.data.sources, out=features(out), workers=workers, device=device).run()
     write_json(out / "teacher.json", {"recipe": made, **_calibrated(FeatureStore(features(out)), open_sources(recipe))})
 
 

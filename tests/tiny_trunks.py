@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from kiloword.config.recipes import AugmentConfig, ImageConfig, Recipe, TrunkConfig
-from kiloword.data.images.views import Augmented
 from kiloword.data.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.defaults import default_recipe
@@ -20,7 +19,8 @@ from kiloword.methods.registry import preset
 from kiloword.model.model import Model
 from kiloword.model.trunks.trunk import Trunk
 from kiloword.models.build import build
-from kiloword.stores.embed import EmbedOptions, embed_tokens
+from kiloword.stores.embed import embed_tokens
+from kiloword.stores.options import EmbedOptions
 from kiloword.stores.tokens import TokenKind
 from kiloword.types import Source
 
@@ -103,8 +103,8 @@ def stored(run: Recipe, out: Path, kinds: Sequence[TokenKind] = KINDS, **options
     """A folder with the tokens of the run's data, as its augmentation draws them."""
     source = open_source(run.data.sources[0], size=SIZE)
     model, tokenizer = trunks_of(run, source)
-    augmented = Augmented(options.pop("views", 1), run.data.augment, run.seed)
-    made = EmbedOptions(**{"model": "tiny", "dtype": "fp32", "augmented": augmented, **options})
+    drawn = {"augment": run.data.augment, "seed": run.seed}
+    made = EmbedOptions(**{"model": "tiny", "dtype": "fp32", **drawn, **options})
     for kind in kinds:
         embed_tokens(model, tokenizer, kind, source, out, made)
     return out

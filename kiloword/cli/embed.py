@@ -1,65 +1,18 @@
-"""The verbs embed and caption: what a model says of a whole data set, for training. No torch at import."""
+"""The verb caption: what a model says of a whole data set, for training. No torch at import."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tyro.conf import Positional
 
 from kiloword.config.execution import Execution, Flat
-from kiloword.config.recipes import AugmentConfig
 from kiloword.generation.options import GenerationOptions
-from kiloword.models.trust import NONE, Trust
+from kiloword.models.trust import Trust
 from kiloword.terminal import say
-
-
-@dataclass(frozen=True, kw_only=True)
-class Embed(Execution):
-    """Precompute the features of a data set; the same command again resumes.
-
-    Examples:
-      kiloword embed runs/first/model --data photos/train --out features
-      kiloword embed open_clip:ViT-B-32:weights.safetensors --data photos/train --out features
-      kiloword embed efficientnet-lite0 --data photos/train --out features --tokens
-    """
-
-    # model folder, open_clip:NAME:WEIGHTS or hf:FOLDER (of transformers: a CLIP, or an encoder of texts); with tokens,
-    # what --image-tower or --text-tower of train take, or a model folder that has such towers
-    model: Positional[str]
-    data: tuple[str, ...]  # tars, a table, a folder of images or scenes, as for `kiloword train`
-    out: Path  # feature store to write, for `train --features`
-    name: str = "teacher"  # name of the features, to tell several feature stores of a run apart
-    extra_captions: tuple[str, ...] = ()  # parquet tables (key, captions) whose captions are embedded too
-    precision: Literal["fp32", "bf16"] = "fp32"  # precision of the computation; recorded in the feature store
-    # type of the stored features; int8, of tokens: bytes, with a minimum and a step for every 64 channels
-    dtype: Literal["fp16", "fp32", "int8"] = "fp16"
-    # pixels of the shorter side before the centre crop, such as 256 for 224; default: as the model has it
-    resize: int | Literal["shortest", "squash"] | None = None
-    dim: int | None = None  # store the first N numbers of the features, normalised again; default: all
-    tokens: bool = False  # store all tokens of a tower, for `train --image-features` and `--text-features`
-    views: int = 1  # augmented images of each image, of which training shows one in each epoch
-    augment: AugmentConfig = field(default_factory=AugmentConfig)  # augmentation of the images
-    seed: int = 0  # seed of the augmentation
-    trust: Flat[Trust] = NONE
-
-    def run(self) -> None:
-        """Write the store. Raises: ValueError for features or tokens that cannot be made so."""
-        if self.tokens and (self.name != "teacher" or self.resize is not None or self.dim is not None):
-            raise ValueError("--name, --resize and --dim are for features, not for tokens: omit them, or --tokens.")
-        if self.dtype == "int8" and not self.tokens:
-            raise ValueError("--dtype int8 is for tokens: add --tokens, or omit it.")
-        from kiloword.config.recipes import DataConfig
-        from kiloword.data.images.views import Augmented
-        from kiloword.stores.embed import EmbedOptions, main
-
-        names = ("model", "name", "precision", "dtype", "batch", "resize", "dim")
-        augmented = Augmented(self.views, self.augment, self.seed)
-        options = EmbedOptions(augmented=augmented, **{name: getattr(self, name) for name in names})
-        data = DataConfig(sources=self.data, extra_captions=self.extra_captions)
-        main(data, self.out, options, self.workers, self.device, self.trust, self.tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

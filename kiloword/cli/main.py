@@ -41,7 +41,7 @@ VERBS: dict[str, dict[str, Place]] = {
         "score": ("kiloword.cli.score:Score", "Score images against texts, and show where the model looks."),
         "classify": ("kiloword.cli.score:Classify", "Classify images into classes that are named in words."),
         "caption": ("kiloword.cli.embed:Caption", "Write captions for images."),
-        "embed": ("kiloword.cli.embed:Embed", "Precompute the features or tokens of a data set."),
+        "embed": ("kiloword.stores.command:Embed", "Precompute the features or tokens of a data set."),
         "index": ("kiloword.apps.search.command:Index", "Make or update a library of photos to search in."),
         "search": ("kiloword.apps.search.command:Search", "Search photos by words or by a photo."),
         "serve": ("kiloword.apps.search.command:Serve", "Search photos in a browser."),

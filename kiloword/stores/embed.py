@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kiloword.config.recipes import DataConfig, Resize
+from kiloword.config.recipes import DataConfig
 from kiloword.data.edits import every_row, origin, origins
 from kiloword.data.images.augmentation import check_resize
 from kiloword.data.images.views import PLAIN, Augmented
@@ -37,8 +37,8 @@ from kiloword.files import atomic
 from kiloword.model.encoding import inference
 from kiloword.model.model import Model
 from kiloword.model.prefix import check_dim, check_prefix
-from kiloword.models.trust import NONE, Trust
 from kiloword.stores.features import FeatureStore, check_name
+from kiloword.stores.options import EmbedOptions
 from kiloword.stores.pieces import Rows, computed
 from kiloword.stores.runs import trunk_digest, trunk_of
 from kiloword.stores.store import KEYS, SCHEMA, WHAT, Kept, Store, columns_of, found_by, place_of
@@ -55,6 +55,9 @@ from kiloword.stores.tokens import ImageTokens, TextTokens, TokenKind, quantised
 from kiloword.terminal import say, warn
 from kiloword.types import BadSample, Skipped, Source
 
+if TYPE_CHECKING:
+    from kiloword.stores.command import Embed
+
 PART = 4096  # rows in a piece of features, or of tokens of images, at most: an interruption costs seconds of work
 TEXT_PART = 512  # of tokens of captions
 PART_BYTES = 1 << 25  # of tokens of images in a piece, at most
@@ -64,76 +67,50 @@ Made = tuple[dict[str, Any], list[int]]
 """Values of a batch for the columns, of the rows that are not bad; how many tokens each caption has, of tokens."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EmbedOptions:
-    """How features or tokens are made, see `kiloword embed`.
-
-    Args: model: as messages name it; part: rows between interruptions, 0: by size; augmented: of images; resize: of
-    images, None: as the teacher has it; dim: first numbers of features that are kept, normalised again.
-    """
-
-    model: str = ""
-    name: str = "teacher"
-    precision: Literal["fp32", "bf16"] = "fp32"
-    dtype: Literal["fp16", "fp32", "int8"] = "fp16"
-    batch: int = 64
-    workers: int = 0
-    part: int = 0
-    augmented: Augmented = PLAIN
-    resize: Resize | None = None
-    dim: int | None = None
-
-
-def main(
-    data: DataConfig,
-    out: Path,
-    options: EmbedOptions,
-    workers: int | Literal["auto"],
-    device: str,
-    trust: Trust = NONE,
-    tokens: bool = False,
-) -> None:
-    """Run and print `kiloword embed`, with `tokens` that of a tower's tokens. Ranks of torchrun share the rows.
+def run(asked: Embed) -> None:
+    """What `kiloword embed` does, and prints. Ranks of torchrun share the rows.
 
     The precision is part of the store's identity and does not depend on the device, so that any can resume.
 
     Errors: see `open_teacher`, `open_tower`, `open_data` and `embed`.
     """
-    options.augmented.check()
-    device = choose(device)
+    drawn = Augmented(asked.views, asked.augment, asked.seed)
+    drawn.check()
+    device = choose(asked.device)
     with together(device):
         note, reads = "", list[TokenKind](("images", "texts"))
-        if tokens:
-            model, tokenizer, note = open_tower(options.model, trust)
+        if asked.tokens:
+            model, tokenizer, note = open_tower(asked.model, asked.trust)
             model, size = model.to(device), model.config.image.size
             reads = [kind for kind in reads if trunk_of(model, kind) is not None]
         else:
-            teacher = open_teacher(options.model, device, options.precision, trust)
+            teacher = open_teacher(asked.model, device, asked.precision, asked.trust)
             size = teacher.size
-            if options.dim is not None:
+            if asked.dim is not None:
                 note = "nothing says that the model was trained on prefixes of its features."
                 if isinstance(teacher, KilowordTeacher):
-                    note = check_prefix(teacher.model, options.dim)
+                    note = check_prefix(teacher.model, asked.dim)
             if isinstance(teacher, SentenceTeacher):
                 reads = ["texts"]
                 note = "the model encodes texts alone: features of images are zeros, which match nothing."
         if note:
             warn(f"note: {note}")
-        if reads == ["texts"] and (options.resize is not None or options.augmented != PLAIN):
+        if reads == ["texts"] and (asked.resize is not None or drawn != PLAIN):
             raise ValueError(
-                f"{options.model} reads texts, which --resize, --views and --augment do not change: omit them."
+                f"{asked.model} reads texts, which --resize, --views and --augment do not change: omit them."
             )
-        if reads == ["images"] and data.extra_captions:
-            raise ValueError(f"{options.model} reads images, which --extra-captions does not change: omit it.")
-        options = replace(options, workers=workers_of(workers, device, options.batch * options.augmented.views, size))
-        announce(device, options.precision, "on every device, unless given", options.workers)
-        source = open_data(data, size)
-        stores: list[Store | None]
-        if tokens:
-            stores = [embed_tokens(model, tokenizer, kind, source, out, options, sys.stderr) for kind in reads]
+        if reads == ["images"] and asked.extra_captions:
+            raise ValueError(f"{asked.model} reads images, which --extra-captions does not change: omit it.")
+        workers = workers_of(asked.workers, device, asked.batch * asked.views, size)
+        announce(device, asked.precision, "on every device, unless given", workers)
+        source = open_data(DataConfig(sources=asked.data, extra_captions=asked.extra_captions), size)
+        options, stores = replace(asked, workers=workers), list[Store | None]()
+        if asked.tokens:
+            stores += [embed_tokens(model, tokenizer, kind, source, asked.out, options, sys.stderr) for kind in reads]
         else:
-            stores = [embed(teacher, source, out, sys.stderr, **vars(options))]
-        say(*(f"{out}: {store}" for store in stores if store is not None))
+            how = {one.name: getattr(options, one.name) for one in fields(EmbedOptions)}
+            stores.append(embed(teacher, source, asked.out, sys.stderr, **how))
+        say(*(f"{asked.out}: {store}" for store in stores if store is not None))
 
 
 def embed(
@@ -148,7 +125,8 @@ def embed(
     Errors: ValueError when `out` holds something else, or no row is usable.
     """
     made = EmbedOptions(**options)
-    drawn, natural, weights = made.augmented, getattr(source, "natural", True), teacher.fingerprint
+    drawn = Augmented(made.views, made.augment, made.seed)
+    natural, weights = getattr(source, "natural", True), teacher.fingerprint
     check_name(made.name)
     if not natural and (drawn.augment.crop < 1 or drawn.augment.flip > 0):
         raise ValueError(
@@ -197,7 +175,8 @@ def embed_tokens(
     Args: tokenizer: of texts; out: folder of features, which gets a folder `images` or `texts`.
     """
     batch_rows = -(-options.batch // TOGETHER) * TOGETHER
-    config, drawn, weights = model.config, options.augmented, trunk_digest(model, kind)
+    config, weights = model.config, trunk_digest(model, kind)
+    drawn = Augmented(options.views, options.augment, options.seed)
 
     def of_texts(batch: EvalBatch, which: list[int]) -> tuple[Tensor, list[int]]:
         assert tokenizer is not None
@@ -253,11 +232,12 @@ def _written(
     """
     if batch < 1:
         raise ValueError(f"--batch is {batch}: expected at least 1.")
-    kind, whole, drawn = store.kind, every_row(source), options.augmented
+    kind, whole = store.kind, every_row(source)
+    workers = 0 if options.workers == "auto" else options.workers
     bases = origins(whole)
     numbers = {(base.name, base.fingerprint): n for n, base in enumerate(bases)}
     if views is not None:
-        more |= {"views": drawn.views, "seed": drawn.seed, "augment": drawn.augment}
+        more |= {"views": options.views, "seed": options.seed, "augment": options.augment}
     file = StoreFile(
         kind=kind,
         model=options.model,
@@ -273,7 +253,7 @@ def _written(
     def read(batches: list[range]) -> Iterator[EvalBatch]:
         if views is None:
             return _captions(whole, batches)
-        return eval_batches(whole, views.size, "shortest", batch, options.workers, batches, views, kind == "features")
+        return eval_batches(whole, views.size, "shortest", batch, workers, batches, views, kind == "features")
 
     def compute(images: EvalBatch) -> Rows:
         made = _rows(images, file, *(rows(images) if images.rows else ({}, [])))

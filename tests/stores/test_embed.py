@@ -154,8 +154,7 @@ def test_an_audit_follows_the_store(
         [row["score"] for row in pq.read_table(tmp_path / n / "keep.parquet").to_pylist()] for n in ("dim", "store")
     )
     assert dim == pytest.approx(store, abs=1e-4)
-    said = refused(capsys, *words, "--out", tmp_path / "bad", "--features", stores[16], "--dim", 8)
-    assert "has features of 16 numbers, and --dim asks for 8" in said
+    assert "--dim" in refused(capsys, *words, "--out", tmp_path / "bad", "--features", stores[16], "--dim", 8)
 
 
 def test_an_evaluation_of_the_first_numbers(prefixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,7 +179,8 @@ def store(sources: list[Source], tmp_path_factory: pytest.TempPathFactory) -> Fe
 
 def stored(out: Path, sources: list[Source], augmented: Augmented = STRONG, grid: int = SIZE, **options: Any) -> Any:
     source = MixtureSource(sources, (1,) * len(sources)) if len(sources) > 1 else sources[0]
-    return embed(Colours(grid), source, out, dtype="fp32", augmented=augmented, **{"batch": 5, "part": 7, **options})
+    drawn = {"views": augmented.views, "augment": augmented.augment, "seed": augmented.seed}
+    return embed(Colours(grid), source, out, dtype="fp32", **drawn, **{"batch": 5, "part": 7, **options})
 
 
 def loader(source: Source, stores: Sequence[FeatureStore], augment: AugmentConfig = AUGMENT, **options: Any) -> Loader:

@@ -19,12 +19,12 @@ from contents import files_of
 from kiloword.cli.main import main
 from kiloword.config.recipes import AugmentConfig, LoraConfig, Recipe, TextConfig
 from kiloword.data.images.augmentation import TrainTransform
-from kiloword.data.images.views import Augmented
 from kiloword.data.open import open_source
 from kiloword.methods.defaults import default_recipe
 from kiloword.model.encoding import inference
 from kiloword.randomness import Draw
-from kiloword.stores.embed import EmbedOptions, embed_tokens
+from kiloword.stores.embed import embed_tokens
+from kiloword.stores.options import EmbedOptions
 from kiloword.stores.tokens import FoundImages, ImageTokens, TextTokens, TokenizerWithTokens, quantised, restored
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import RunOptions, train
@@ -118,7 +118,7 @@ def test_the_same_bytes_whatever_happens(tmp_path: Path, dtype: Any) -> None:
     """Batches, workers and an interruption; the folder is not finished before its end."""
     run, source = recipe(), open_source("scenes?n=75&captions=2", size=SIZE)
     model, tokenizer = trunks_of(run, source)
-    options = EmbedOptions(augmented=Augmented(2, JITTER, 5), dtype=dtype, batch=32, part=32)
+    options = EmbedOptions(views=2, augment=JITTER, seed=5, dtype=dtype, batch=32, part=32)
     for kind in KINDS:
         embed_tokens(model, tokenizer, kind, source, tmp_path / "a", options)
     for kind in KINDS:
@@ -130,7 +130,7 @@ def test_the_same_bytes_whatever_happens(tmp_path: Path, dtype: Any) -> None:
         embed_tokens(model, tokenizer, kind, source, tmp_path / "b", replace(other, batch=100))
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
     with pytest.raises(ValueError, match="seed 5 there, 6 here"):
-        embed_tokens(model, None, "images", source, tmp_path / "a", replace(options, augmented=Augmented(2, JITTER, 6)))
+        embed_tokens(model, None, "images", source, tmp_path / "a", replace(options, seed=6))
 
 
 @pytest.mark.parametrize(("dtype", "error"), mostly_slow([("fp32", 2e-5), ("fp16", 2e-3), ("int8", 2e-2)], 0, 2))

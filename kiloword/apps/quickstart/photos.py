@@ -13,7 +13,6 @@ import torch
 from kiloword.api import Matcher, load
 from kiloword.config.recipes import AugmentConfig, DataConfig, Recipe
 from kiloword.data.edits import PARTS
-from kiloword.data.images.views import PLAIN, Augmented
 from kiloword.data.open import open_data
 from kiloword.evaluation.features import captioned, tile
 from kiloword.evaluation.retrieval import retrieval
@@ -23,8 +22,7 @@ from kiloword.interop import text_towers, towers
 from kiloword.methods.defaults import default_recipe
 from kiloword.models.card import record_evaluation
 from kiloword.report import Block, Gallery, Page, Table, Text, Tile, made_by, say_blocks, write_page
-from kiloword.stores.embed import EmbedOptions
-from kiloword.stores.embed import main as embed
+from kiloword.stores.command import Embed
 from kiloword.stores.runs import reading_tokens
 from kiloword.terminal import say
 from kiloword.training import start
@@ -118,9 +116,10 @@ def extract(options: Quickstart, sources: Sequence[tuple[str, ...]], folder: Pat
     for names, store in zip(sources, stores, strict=True):
         for tower in (options.image_tower, options.text_tower):
             several = options.views > 1 and (store, tower) == (stores[0], options.image_tower)
-            augmented = Augmented(options.views, augment, options.seed) if several else PLAIN
-            chosen = EmbedOptions(model=tower, dtype="int8", augmented=augmented)
-            embed(DataConfig(sources=names), store, chosen, "auto", "auto", tokens=True)
+            drawn: dict[str, Any] = {}
+            if several:
+                drawn = {"views": options.views, "augment": augment, "seed": options.seed}
+            Embed(model=tower, data=names, out=store, dtype="int8", tokens=True, **drawn).run()
     return stores
 
 
