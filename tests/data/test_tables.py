@@ -11,8 +11,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from kiloword.data.inspect import check
 from kiloword.data.open import open_source
@@ -74,26 +72,6 @@ def test_rows_of_one_image_are_merged(folder: Path, name: str, content: Any) -> 
     assert [r.image for r in records] == [photo(1), photo(0)]
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    rows=st.lists(
-        st.tuples(st.sampled_from("012"), st.sampled_from(["a", "b", " ", "['x', 'y']"]), st.sampled_from(["", "c"])),
-        min_size=1,
-        max_size=12,
-    )
-)
-def test_merging_equals_a_dictionary(folder: Path, rows: list[tuple[str, str, str]]) -> None:
-    expected: dict[str, list[str]] = {}
-    for name, *texts in rows:
-        several = [one for text in texts for one in (["x", "y"] if text[0:1] == "[" else [text])]
-        expected.setdefault(name, []).extend(text for text in several if text.strip())
-    lines = "".join(f'p/{name}.png,"{text}",{more}\n' for name, text, more in rows)
-    source = opened(folder / "x.csv", "image,one,two\n" + lines, "?caption=one,two")
-    found = {source.key(row)[-1]: source.captions(row) for row in range(len(source))}
-    assert found == expected
-    assert list(found) == list(expected)
-
-
 @pytest.mark.parametrize(
     ("text", "captions"),
     [
@@ -105,6 +83,7 @@ def test_merging_equals_a_dictionary(folder: Path, rows: list[tuple[str, str, st
         ('"image"\t"caption"\np/0.png\ty\n', ["y"]),
         ('image,captions\np/0.png,"a\n\n[b]"\n', ["a", "[b]"]),
         ("image| comment| caption\np/0.png| 0| a, b\n", ["a, b"]),
+        ("image,captions\np/0.png,\" [\"\"x\"\", \"\"\"\", \"\"y\"\"]\"\np/0.png,z\n", ["x", "y", "z"]),
     ],
 )
 def test_which_column_counts(folder: Path, text: str, captions: list[str]) -> None:

@@ -174,22 +174,6 @@ def test_damage_ends_the_tar_with_a_note(tmp_path: Path, capsys: pytest.CaptureF
     assert main("index", str(tmp_path / "data/x.tar")) == 1
 
 
-def test_what_a_tar_says_of_all_its_members_holds_for_each(tmp_path: Path) -> None:
-    """A global pax header; a member's own header comes before it."""
-    with tarfile.open(tmp_path / "0.tar", "w", format=tarfile.PAX_FORMAT, pax_headers={"path": "all.png"}) as tar:
-        for name, own in (("a.png", {}), ("b.png", {"path": "own.png"})):
-            info = tarfile.TarInfo(name)
-            info.size, info.pax_headers = len(photo()), own
-            tar.addfile(info, io.BytesIO(photo()))
-    source: Any = open_source(str(tmp_path / "0.tar"))
-    assert [source.key(row) for row in range(len(source))] == ["all", "own"]
-
-
-def test_a_packed_tar_of_another_name(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot be read as a plain tar"):
-        opened(tmp_path, b"\x1f\x8b\x08" + bytes(600))
-
-
 # The rows of a set
 
 
