@@ -149,6 +149,8 @@ def test_numbers_are_labels(tmp_path: Path) -> None:
     assert (labels(source), source.classnames) == ({"0/0": 0, "10/1": 10, "9/2": 9}, None)
     (tmp_path / "v2" / "classnames.txt").write_text("\n".join(f"name {n}" for n in range(11)))
     assert labels(open_source(str(tmp_path / "v2"))) == {"0/0": 0, "10/1": 10, "9/2": 9}
+    (tmp_path / "v2" / "classnames.txt").write_text("a\nb\nc\n")  # too few to be numbered so
+    assert labels(open_source(str(tmp_path / "v2"))) == {"0/0": 0, "10/1": 1, "9/2": 2}
     signs = folders(tmp_path / "signs", ["00007", "00042"])
     (signs / "00007" / "GT-00007.csv").write_text("x")
     assert labels(open_source(str(signs))) == {"00007/0": 7, "00042/1": 42}

@@ -365,3 +365,5 @@ def test_tars_of_the_next_batches_are_fetched_ahead(tmp_path: Path, monkeypatch:
         while len(+server.asked) < len(needed) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert {name for name, count in server.asked.items() if count} == needed
+        expected = loader(open_source(str(tmp_path / "data"))).batches(0, 9)
+        assert [b.images.tolist() for b in ours.batches(0, 9)] == [b.images.tolist() for b in expected]

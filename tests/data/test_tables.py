@@ -83,7 +83,7 @@ def test_rows_of_one_image_are_merged(folder: Path, name: str, content: Any) -> 
         ('"image"\t"caption"\np/0.png\ty\n', ["y"]),
         ('image,captions\np/0.png,"a\n\n[b]"\n', ["a", "[b]"]),
         ("image| comment| caption\np/0.png| 0| a, b\n", ["a, b"]),
-        ("image,captions\np/0.png,\" [\"\"x\"\", \"\"\"\", \"\"y\"\"]\"\np/0.png,z\n", ["x", "y", "z"]),
+        ('image,captions\np/0.png," [""x"", """", ""y""]"\np/0.png,z\n', ["x", "y", "z"]),
     ],
 )
 def test_which_column_counts(folder: Path, text: str, captions: list[str]) -> None:
@@ -109,7 +109,7 @@ def test_bad_rows_have_reasons(folder: Path) -> None:
 PARQUETS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "numbers": ({"image": ["a.png"], "caption": [3]}, [["3"]]),
     "lists of structs": ({"image": ["a.png"], "captions": [[{"raw": "x", "n": 1}, {"raw": "y"}]]}, [["x", "y"]]),
-    "a struct": ({"image": ["a.png"], "captions": [{"raw": "x", "tokens": ["x"]}]}, [["x"]]),
+    "a struct": ({"image": ["a.png"], "captions": [{"tokens": ["x"], "raw": "y"}]}, [["y"]]),
     "a struct of lists": ({"image": ["a.png"], "captions": [{"caption": ["x", "y"], "n": [1, 2]}]}, [["x", "y"]]),
     "brackets": ({"image": ["a.png"], "caption": ["[" * 100_000]}, [["[" * 100_000]]),
     "a question, a number": ({"image": ["a.png"], "question": [5], "answers": [[1]]}, ["the question is not text"]),
@@ -158,12 +158,12 @@ def test_a_parquet_whose_images_are_no_images(tmp_path: Path, image: Any) -> Non
 def test_downloads_that_failed_are_no_bad_rows(tmp_path: Path) -> None:
     """As img2dataset writes parquet: a folder of them is one data set, whose keys name their file."""
     for n in range(2):
-        rows = {"url": list("ab"), "caption": ["x", "y"], "status": ["success", "failed_to_download"]}
-        pq.write_table(pa.table({**rows, "jpg": [photo(n), None]}), tmp_path / f"{n:05}.parquet")
+        rows = {"url": list("abc"), "caption": list("xyz"), "status": ["success", "failed_to_download", "of a user"]}
+        pq.write_table(pa.table({**rows, "jpg": [photo(n), None, photo(n + 2)]}), tmp_path / f"{n:05}.parquet")
         (tmp_path / f"{n:05}_stats.json").write_text("{}")
     source: Any = open_source(str(tmp_path))
-    assert (all_told(source), [source.key(row) for row in range(2)]) == ([["x"]] * 2, ["00000/0", "00001/0"])
-    assert (source.record(1).image, check(source)) == (photo(1), [])
+    assert (all_told(source), source.key(1), source.key(2)) == ([["x"], ["z"]] * 2, "00000/2", "00001/0")
+    assert (source.record(2).image, check(source)) == (photo(1), [])
     assert ["1 row skipped" in note and "failed_to_download" in note for note in source.notes] == [True] * 2
 
 
@@ -279,6 +279,8 @@ def test_one_answer_and_none(folder: Path) -> None:
     record = opened(folder / "q.parquet", rows, "?image=id&question=q&answer=a&images=p").record(0)
     assert (record.image, record.captions) == (photo(7), ["me", "you"])
     assert record.info == {"question": "who?", "answers": ["me", "you"], "image_id": 3}
+    inside = opened(folder / "i.parquet", {"image": [photo()], "question": ["who?"], "answer": ["me"]})
+    assert (inside.key(0), inside.captions(0)) == ("0", ["me"])
     with pytest.raises(NoCaption) as caught:
         opened(folder / "q.parquet", rows, "?image=id&question=q&images=p").record(0)
     assert caught.value.record.info == {"question": "who?", "image_id": 3}
