@@ -63,6 +63,9 @@ class Alerts:
     def _take(self, row: Row) -> None:
         """Keep the row's numbers, and what they add to those of the row before."""
         now = numbers(row)
+        main = ("_recall@1", "/accuracy", "/acc1")
+        if validation := [value for name, value in now.items() if name.startswith("val/") and name.endswith(main)]:
+            now["validation"] = fmean(validation)
         if "pairs_per_s" in row:
             now["bad"] = max(self._growth("skipped_steps", now), float("loss" not in now))
         if {"truncated", "captions"} <= now.keys():
@@ -103,6 +106,13 @@ def _spike(run: Alerts) -> Measured:
     return (loss - usual) / max(deviation, 0.01 * abs(usual) + 1e-9), loss, usual
 
 
+def _falls(run: Alerts) -> Measured:
+    """Evaluations in a row that were each worse than the one before."""
+    values = run.last("validation", BEFORE)
+    falls = next((n for n in range(len(values) - 1) if values[-1 - n] >= values[-2 - n]), len(values) - 1)
+    return falls, values[-1 - falls], values[-1]
+
+
 def _slower(run: Alerts) -> Measured:
     """The last rows against those before them, by medians."""
     rates = run.last("rate", BEFORE + RECENT)
@@ -137,6 +147,11 @@ RULES: tuple[tuple[str, str, float, float, Callable[[Alerts], Measured], str], .
         "loss spike", "loss", 8, 3, _spike,
         "the loss is {1:.4g}, it was {2:.4g} (a spike of {0:.0f} robust standard deviations). If it does not come "
         "down: a smaller --optim.lr, a longer --optim.warmup, or a lower --optim.clip.",
+    ),
+    (
+        "validation", "validation", 3, 0, _falls,
+        "the validation (recall@1 or accuracy, their mean) fell {0:.0f} times in a row, from {1:.3f} to {2:.3f}: "
+        "probably overfitting; stop here, or more data, augmentation or weight decay.",
     ),
     (
         "mined positives", "mined_share", MINED, 0.04, lambda run: (run.now["mined_share"],),

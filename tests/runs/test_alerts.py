@@ -87,6 +87,13 @@ def test_each_begins_and_ends(
     assert re.search(says, found[0].message)
 
 
+def test_validation_that_falls_three_times_in_a_row() -> None:
+    values = [0.3, 0.4, 0.38, 0.39, 0.38, 0.37, 0.36, 0.35, 0.36, 0.35]
+    found = alerts([{"step": n, "val/text_retrieval_recall@1": v, "val/rsum": 1} for n, v in enumerate(values)])
+    assert [(a.since, a.until) for a in found] == [(6, 8)]
+    assert alerts([{"step": n, "val/a/acc1": v, "val/b/acc1": -v} for n, v in enumerate(values)]) == []
+
+
 def test_reported_once_when_it_begins_and_once_when_it_ends() -> None:
     run = Alerts(batch=256)
     said = [s for row in rows(data_wait=lambda n: 0.5 if 100 <= n < 200 else 0.02) for s in run.add(row)]

@@ -218,8 +218,10 @@ def by_image(library: Library, vec: Array, top: int, within: str = "") -> list[d
 
 def best(scores: Array, top: int) -> Array:
     """Places of the largest scores, without -inf and NaN; ties in their order, however many are wanted."""
-    rows = np.argsort(-scores, kind="stable")[:top]
-    return rows[scores[rows] > -np.inf]
+    rows = np.flatnonzero(scores > -np.inf)
+    if top < len(rows):
+        rows = rows[scores[rows] >= np.partition(scores[rows], -top)[-top]]
+    return rows[np.argsort(-scores[rows], kind="stable")][:top]
 
 
 def _only(library: Library, scores: Array, within: str) -> None:
