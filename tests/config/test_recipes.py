@@ -20,7 +20,7 @@ from kiloword.config.recipes import (
     model_of_size,
     sizes,
 )
-from kiloword.config.settings import LARGEST, check, read_config
+from kiloword.config.settings import LARGEST, check, read_config, setting
 from kiloword.methods.defaults import FIELD, MUON, PHOTOS, TOP, TOP_PHOTOS, default_recipe
 from kiloword.training.run_folder import RunFile
 
@@ -89,6 +89,8 @@ def test_a_file_of_settings_is_read_or_refused(tmp_path: Path) -> None:
 def test_limits_of_numbers() -> None:
     with pytest.raises(ValueError, match=r"--lr is nan: .*; --beta1 is 1\.0: "):
         check(OptimConfig(lr=float("nan"), beta1=1.0))
+    with pytest.raises(TypeError, match="a setting has no need"):
+        setting(1.0, "a weight", need="name=muon")
     check(OptimConfig(lr=0.0, beta1=math.nextafter(1.0, 0.0), ema=1.0, scale_lr=1e4))
     check(TextConfig(width=65536, context=3))
     for resize in ("squash", 40):  # no number, and not the default
