@@ -19,9 +19,9 @@ from kiloword.generation.options import GenerationOptions
 from kiloword.interop.hf_folder import check_strangers, weight_files
 from kiloword.interop.names import local_folder
 from kiloword.model.trunks.libraries import check_like, transformers
-from kiloword.models.model_folder import check_finite, model_files, open_model
+from kiloword.models.model_folder import DTYPES, check_finite, model_files, open_model
 from kiloword.models.trust import NONE, Trust
-from kiloword.stores.teachers import DTYPES, digest
+from kiloword.stores.teachers import digest
 
 
 def open_captioner(

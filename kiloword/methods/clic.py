@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kiloword.config.settings import BaseSettings, setting
-from kiloword.data.transforms.mix import halves
-from kiloword.data.transforms.partner import another
+from kiloword.data.transforms.mix import another, halves
 from kiloword.distributed.collectives import sum_over_ranks
 from kiloword.losses.pairs import logsumexp_over_ranks
 from kiloword.methods.method import Component, Method, Part, ScaledContrast

@@ -17,7 +17,7 @@ from kiloword.config.settings import differing
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.files import new_folder, write_atomic, write_json
 from kiloword.methods.registry import find
-from kiloword.models.card import CARD, averaged, card
+from kiloword.models.card import CARD, card
 from kiloword.models.model_folder import WEIGHTS, check_finite, check_fit, open_weights
 from kiloword.models.tensors import shapes_of, write_tensors
 from kiloword.terminal import say
@@ -62,7 +62,11 @@ def average(models: Sequence[str], out: Path, alpha: float | None = None) -> Non
         total: Tensor = reduce(torch.add, parts)
         return total.to(values[-1].dtype)
 
-    made = replace(files[-1], steps=0, data=averaged(models, files, shares))
+    mixed = []  # each with its share, its steps and its data
+    for model, file, share in zip(models, files, shares, strict=True):
+        origin = (f"{file.steps:,} steps on " if file.steps else "") + file.data
+        mixed.append(f"{share:.4g} of {model}" + (f" ({origin})" if file.data else ""))
+    made = replace(files[-1], steps=0, data="averaged: " + ", ".join(mixed))
     with new_folder(out) as work:
         write_atomic(work / CARD, card(made).encode())
         write_json(work / "config.json", asdict(made))

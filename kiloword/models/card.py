@@ -115,15 +115,6 @@ def record_evaluation(folder: Path, task: str, data: str, images: int, step: int
     write_card(folder)
 
 
-def averaged(names: Sequence[str], files: Sequence[ModelFile], shares: Sequence[float]) -> str:
-    """`ModelFile.data` of a mean of models: each with its share, its steps and its data."""
-    parts = []
-    for name, file, share in zip(names, files, shares, strict=True):
-        origin = (f"{file.steps:,} steps on " if file.steps else "") + file.data
-        parts.append(f"{share:.4g} of {name}" + (f" ({origin})" if file.data else ""))
-    return "averaged: " + ", ".join(parts)
-
-
 def changed(old: ModelFile, new: ModelFile) -> str:
     """The card of a model whose configuration was changed after its training, such as its image size."""
     changes = differing(asdict(old.model), asdict(new.model))

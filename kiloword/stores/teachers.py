@@ -25,12 +25,10 @@ from kiloword.methods.registry import preset
 from kiloword.model.encoding import TEXTS, encode_texts, inference
 from kiloword.model.model import Model
 from kiloword.models.build import build
-from kiloword.models.model_folder import check_finite, load_model, model_files
+from kiloword.models.model_folder import DTYPES, check_finite, load_model, model_files
 from kiloword.models.trust import NONE, Trust
 from kiloword.stores.runs import is_model_folder, trunk_of
 from kiloword.types import Texts
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Teacher(Protocol):
@@ -55,8 +53,6 @@ def open_teacher(name: str, device: str = "auto", precision: str = "fp32", trust
     code that a model folder may run.
     Errors: ValueError when something is missing, damaged or unknown.
     """
-    if precision not in DTYPES:
-        raise ValueError(f"precision is {precision!r}: expected {' or '.join(DTYPES)}.")
     device = choose(device)
     kind, _, rest = name.partition(":")
     if kind == "hf" and is_sentence_encoder(place := Path(rest).expanduser()):

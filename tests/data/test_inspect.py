@@ -17,7 +17,7 @@ from kiloword.cli.main import main as cli
 from kiloword.data.inspect import main, stats
 from kiloword.data.map_style import MapStyleSource
 from kiloword.data.open import open_source
-from kiloword.data.transforms.partner import cycle
+from kiloword.data.transforms.mix import cycle
 from tars import encode, noise, pairs, photo, write_tar
 
 

@@ -18,8 +18,7 @@ from kiloword.data.loader import BatchReader, Loader
 from kiloword.data.sampler import Order, choose_captions
 from kiloword.data.text.eda import drop_words, eda
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.data.transforms.mix import Compose, Cutmix, Mixup, Stylistic
-from kiloword.data.transforms.partner import another, cycle
+from kiloword.data.transforms.mix import Compose, Cutmix, Mixup, Stylistic, another, cycle
 from kiloword.data.transforms.settings import ComposeSettings, CutmixSettings, MixupSettings, StylisticSettings
 from kiloword.randomness import Draw, key, uniform
 from kiloword.types import BadSample, Record

@@ -29,12 +29,14 @@ from kiloword.data.transforms.mix import (
     as_map,
     blend,
     box,
+    cycle,
+    either,
     halves,
     joined,
+    named,
     paste,
     share,
 )
-from kiloword.data.transforms.partner import cycle, either, named
 from kiloword.data.transforms.settings import (
     ComposeSettings,
     CutmixSettings,
