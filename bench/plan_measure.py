@@ -194,7 +194,7 @@ class OfBatch(Planner):
 
     def batch(self, images: int) -> Batch:
         """The first images of the batch; images and precomputed features have no content."""
-        part, empty = self.given.split(len(self.given) // images)[0].to("cpu"), self.simulation.empty
+        part, empty = self.given.split(len(self.given) // images)[0].to("cpu"), self.empty
         features = [
             {name: empty(*x.shape) for name, x in side.items()} for side in (part.image_features, part.text_features)
         ]

@@ -1,1 +1,1 @@
-"""Plan a run before it starts, and measure this machine. `simulation` counts a step, `planner` what follows."""
+"""Plan a run before it starts, and measure this machine. `simulation` counts operations, `planner` a run's."""

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from kiloword.apps.plan.options import GIB, Plan
-from kiloword.apps.plan.simulation import MicroBatch, Simulation
+from kiloword.apps.plan.simulation import Count, FirstBlock, like
 from kiloword.config.recipes import NO_MICRO, Recipe
+from kiloword.distributed.device import precision_of, simulated
 from kiloword.files import write_json
 from kiloword.methods.method import Method
 from kiloword.methods.registry import preset
+from kiloword.model.trunks.trunk import trunks
 from kiloword.report import Table, say_blocks
 from kiloword.terminal import say
-from kiloword.training.engine import BUCKET, units
+from kiloword.training.engine import BUCKET, recompute, recomputed_blocks, units
+from kiloword.training.optimizer import Optimizer
 from kiloword.training.resolve import micro_batches
-from kiloword.types import Batch, BatchInputs, TextGroup, Texts
+from kiloword.training.step import learner_of
+from kiloword.types import Batch, BatchInputs, Features, TextGroup, Texts
 
 CAPTIONS = 6  # of methods that take all: one from the web and five generated ones (arXiv:2405.10286)
 QUESTION = 12  # tokens
@@ -53,9 +61,20 @@ class Option:
         return f"{self.parallel}, checkpointing {self.checkpointing}, micro-batch {self.micro} x {self.micro_batches}"
 
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one micro-batch takes on one GPU, without its pair losses."""
+
+    flop: dict[str, float]  # "towers", each term, "backward"
+    activations: float  # bytes that wait for the backward pass
+    temporary: float  # bytes beside them, at the fullest moment of both passes
+    sides: dict[str, list[tuple[Features, float]]]  # one row and column of every pair loss, and their numbers an image
+
+
 class Planner:
     """A run made concrete: a learner without content, one GPU's share, a card. Args: method: None: the recipe's.
 
+    Every method is counted, a user's own included; nothing here knows what a method does.
     Raises: ValueError for a batch that does not divide.
     """
 
@@ -66,27 +85,97 @@ class Planner:
         self.plan, self.recipe = plan, recipe
         self.method = method = method or preset(recipe.method, recipe.settings)
         self.half = recipe.precision in ("auto", "bf16")
+        self.precision = precision_of("bf16" if self.half else "fp32", "cpu")
         sheet = "flops" if self.half else "flops_fp32"
         self.card = plan.card(sheet)
         self.speed: float = getattr(self.card, sheet)
-        device = "cpu" if plan.gpu == "cpu" else "cuda"
-        self.simulation = Simulation(recipe.model, method, recipe.optim, device, "bf16" if self.half else "fp32")
-        self.micro_batch = cache(self._micro_batch)
-        self.learner = self.simulation.learner
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with self.mode:
+            self.learner = learner_of(recipe.model, method, "cpu")
+        self.learner.done = 0.5  # where losses that have a window are computed
+        for trunk in trunks(self.learner.model):  # frozen by default
+            trunk.requires_grad_(False)
+        trained = [p for p in self.learner.parameters() if p.requires_grad]
         self.parameters = sum(p.numel() for p in self.learner.parameters())
+        self.trained = sum(p.numel() for p in trained)
+        with self.counted() as count:
+            optimizer = Optimizer(self.learner, recipe.optim, 2)
+            for p in trained:
+                p.grad = torch.empty_like(p)
+            optimizer.step(0)
+            self.states, self.update = sum(x.nbytes for x in optimizer.state_dict().values()), count.flop()
+        for p in trained:  # gradients are counted apart
+            p.grad = None
+            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # type: ignore[no-untyped-call]
+        self.micro_batch = cache(self._micro_batch)
         text, every = self.learner.model.config.text, CAPTIONS if method.captions == "all" else 1
         self.captions = plan.captions or (method.captions if isinstance(method.captions, int) else every)
         tokens = text.context if text.pad_to_context else plan.tokens + len(text.extra_tokens)
         self.tokens = min(tokens, text.context)  # of a caption in the tower, on average
 
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A tensor without content."""
+        with self.mode:
+            return torch.empty(shape, dtype=dtype)
+
+    @contextmanager
+    def counted(self) -> Iterator[Count]:
+        """Count what runs inside. Raises: ValueError for a loss that reads values, which fake tensors do not have."""
+        count = Count((*self.learner.parameters(), *self.learner.buffers()))
+        try:
+            with simulated("cpu" if self.plan.gpu == "cpu" else "cuda"), self.mode, count:
+                yield count
+        except (DataDependentOutputException, DynamicOutputShapeException) as e:
+            raise ValueError(f"a loss of {self.method.name} reads values, so it cannot be planned.") from e
+
     def _micro_batch(self, kind: Any, images: int) -> MicroBatch:
-        """What a micro-batch takes with a kind of activation checkpointing."""
-        return self.simulation.micro_batch(self.batch(images), kind)
+        """A micro-batch, forward and backward, with a kind of activation checkpointing."""
+        learner, batch = self.learner, self.batch(images)
+        flop, roots, sides = dict[str, float](), list[Tensor](), dict[str, list[tuple[Features, float]]]()
+        for block in recomputed_blocks(learner.model):
+            vars(block).pop("forward", None)  # of another kind
+        recompute(learner.model, kind)
+        with self.counted() as count:
+            with self.precision():
+                batch = learner.above_trunks(batch)
+                encoded = learner.encode(batch)
+                inputs = learner.inputs(batch, encoded)
+                flop["towers"] = count.flop()
+                for name, term in learner.terms.items():
+                    roots.append(term(learner.model, batch, encoded))
+                    flop[name.replace("_", " ")] = count.flop()
+            for name, pair in inputs.items():
+                both = pair.rows, {**pair.columns, **pair.constants}
+                sides[name] = [(like(side, 1), len(side["vec"]) / images) for side in both]
+                roots += [x for side in both for x in side.values()]
+                del pair, both
+            roots = list({id(x): x for x in roots if x.requires_grad}.values())
+            del encoded, inputs
+            activations = count.alive
+            torch.autograd.backward(roots, [torch.empty_like(x) for x in roots])
+            flop["backward"] = count.flop()
+        return MicroBatch(flop, activations, count.peak - activations, sides)
+
+    @cached_property
+    def pairs(self) -> tuple[float, float]:
+        """FLOP and bytes of the pair losses of one GPU's images with the texts of all.
+
+        Bytes: of features, the sums of their gradients, these scaled by the gradient of the loss, and one block.
+        """
+        flop, micro = 0.0, self.micro_batch("none", self.images)
+        with self.counted() as count:
+            for name, ((row, rows), (column, columns)) in micro.sides.items():
+                contrast: Any = self.learner.contrasts[name]
+                made = like(row, round(rows * self.images)), like(column, round(columns * self.recipe.batch))
+                pairs = FirstBlock(contrast.head, *made, 0)
+                contrast.loss(pairs).sum.backward()
+                flop += count.flop() * prod(pairs.shape) / prod(map(min, pairs.shape, pairs.step))
+        return flop, count.peak
 
     def batch(self, images: int) -> Batch:
         """A batch of which shapes alone count; captions have many lengths around the mean."""
         config, needs, numbers = self.learner.model.config, self.method.needs, torch.arange(images)
-        text, n, empty = config.text, images * self.captions, self.simulation.empty
+        text, n, empty = config.text, images * self.captions, self.empty
         tail = [text.special["end"], *(text.special[name] for name in text.extra_tokens)]
         word, middle = max(text.special.values()) + 1, round(self.tokens) - 1 - len(tail)  # words of a caption
         spread = min(middle, text.context - round(self.tokens))  # both ways
@@ -117,17 +206,12 @@ class Planner:
         )
 
     @cached_property
-    def pairs(self) -> tuple[float, float]:
-        """FLOP and bytes of the pair losses of one GPU."""
-        return self.simulation.pair_losses(self.micro_batch("none", self.images), self.images, self.recipe.batch)
-
-    @cached_property
     def inference(self) -> dict[str, float]:
         """FLOP of zero-shot classification of an image among 1,000 classes, each with one prompt: "image" and "texts"
         to encode it and all prompts, "scores" of the image with all classes."""
         images, prompts, flop = self.batch(1).images, self.batch(CLASSES).texts.cut(0, CLASSES), dict[str, float]()
-        model, simulation = self.learner.model, self.simulation
-        with simulation.counted() as count, torch.no_grad(), simulation.precision():
+        model = self.learner.model
+        with self.counted() as count, torch.no_grad(), self.precision():
             image = model.encode_image(images)[1]
             flop["image"] = count.flop()
             texts = model.encode_text(prompts)[1]
@@ -144,7 +228,7 @@ class Planner:
         plan, card, micro, pairs = self.plan, self.card, self.micro_batch(kind, self.images // n), self.pairs[0]
         flop = {name: n * x for name, x in micro.flop.items()} | {"pair losses": pairs}
         flop["first pass of micro-batches"] = flop["towers"] if n > 1 and pairs else 0.0
-        flop["optimizer"] = self.simulation.update
+        flop["optimizer"] = self.update
         memory, traffic = self._memory(parallel, micro, n)
         arithmetic = ((sum(flop.values()) - pairs) / self.speed + pairs / card.flops_fp32) / plan.utilisation
         seconds = max(arithmetic, traffic / (card.link if plan.gpus <= NODE else card.network))
@@ -165,14 +249,14 @@ class Planner:
         """
         plan, gpus, model = self.plan, self.plan.gpus, self.learner.model
         half, fsdp = 2 if self.half else 4, parallel == "fsdp"
-        total, trained = self.parameters, sum(p.numel() for p in self.learner.parameters() if p.requires_grad)
+        total, trained = self.parameters, self.trained
         sharded = _matrices(model) - _matrices(model.head)
         part = 1 - sharded / total * (1 - 1 / gpus) if fsdp else 1.0
         gradients = 4 * part * trained
         sizes = {
             "weights": 4 * part * total,
             "gradients": max(0.0, gradients - micro.activations) if gpus == n == 1 else gradients,
-            "optimizer states": part * self.simulation.states,
+            "optimizer states": part * self.states,
             "average of weights": gradients if self.recipe.optim.ema else 0.0,
             "gathered by fsdp": (3.0 * half + 4) * max(map(_matrices, units(model))) if fsdp else 0.0,
             "communication buckets": 8.0 * BUCKET if gpus > 1 else 0.0,

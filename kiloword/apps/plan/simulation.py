@@ -1,14 +1,9 @@
-"""A learner's own step on tensors without content (FakeTensorMode): its FLOP, by torch's formulas, and its bytes.
-
-Every method is counted, a user's own included; nothing here knows what a method does.
-"""
+"""Tensors without content (FakeTensorMode): FLOP of operations on them, by torch's formulas, and their bytes."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from typing import Any
@@ -16,26 +11,13 @@ from typing import Any
 import torch
 import torch.nn.attention.varlen
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from kiloword.config.options import Checkpointing
-from kiloword.config.recipes import ModelConfig, OptimConfig
-from kiloword.distributed.device import precision_of, simulated
 from kiloword.losses.pairs import Blocks, learns
-from kiloword.methods.method import Method
-from kiloword.model.trunks.trunk import trunks
-from kiloword.training.engine import recompute, recomputed_blocks
-from kiloword.training.optimizer import Optimizer
-from kiloword.training.step import learner_of
-from kiloword.types import Batch, Features
+from kiloword.types import Features
 
 ATEN, PACKED = torch.ops.aten, torch.ops.torch_attn
 
@@ -113,100 +95,6 @@ def _places(index: Tensor | None) -> tuple[Tensor | None, ...]:
     if index is None or index.dtype != torch.bool or isinstance(index, FakeTensor):
         return (index,)
     return index.nonzero().unbind(1)
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """What one micro-batch takes on one GPU, without its pair losses."""
-
-    flop: dict[str, float]  # "towers", each term, "backward"
-    activations: float  # bytes that wait for the backward pass
-    temporary: float  # bytes beside them, at the fullest moment of both passes
-    sides: dict[str, list[tuple[Features, float]]]  # one row and column of every pair loss, and their numbers an image
-
-
-class Simulation:
-    """A learner without content, and an optimizer of its weights.
-
-    Args: device: "cpu" or "cuda", whose kernels and sizes of blocks are simulated; precision: of the run.
-    Attributes: states: bytes of the optimizer's; update: FLOP of its step.
-    """
-
-    def __init__(self, config: ModelConfig, method: Method, optim: OptimConfig, device: str, precision: str) -> None:
-        self.device, self.precision = device, precision_of(precision, "cpu")
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with self.mode:
-            self.learner = learner_of(config, method, "cpu")
-        self.learner.done = 0.5  # where losses that have a window are computed
-        for trunk in trunks(self.learner.model):  # frozen by default
-            trunk.requires_grad_(False)
-        trained = [p for p in self.learner.parameters() if p.requires_grad]
-        with self.counted() as count:
-            optimizer = Optimizer(self.learner, optim, 2)
-            for p in trained:
-                p.grad = torch.empty_like(p)
-            optimizer.step(0)
-            self.states, self.update = sum(x.nbytes for x in optimizer.state_dict().values()), count.flop()
-        for p in trained:  # gradients are counted apart
-            p.grad = None
-            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # type: ignore[no-untyped-call]
-
-    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor without content."""
-        with self.mode:
-            return torch.empty(shape, dtype=dtype)
-
-    @contextmanager
-    def counted(self) -> Iterator[Count]:
-        """Count what runs inside. Raises: ValueError for a loss that reads values, which fake tensors do not have."""
-        count = Count((*self.learner.parameters(), *self.learner.buffers()))
-        try:
-            with simulated(self.device), self.mode, count:
-                yield count
-        except (DataDependentOutputException, DynamicOutputShapeException) as e:
-            raise ValueError(f"a loss of {self.learner.method.name} reads values, so it cannot be planned.") from e
-
-    def micro_batch(self, batch: Batch, kind: Checkpointing) -> MicroBatch:
-        """Count a micro-batch forward and backward; its images and precomputed features need no content."""
-        learner, flop, roots, sides = self.learner, dict[str, float](), list[Tensor](), {}
-        for block in recomputed_blocks(learner.model):
-            vars(block).pop("forward", None)  # of another kind
-        recompute(learner.model, kind)
-        with self.counted() as count:
-            with self.precision():
-                batch = learner.above_trunks(batch)
-                encoded = learner.encode(batch)
-                inputs = learner.inputs(batch, encoded)
-                flop["towers"] = count.flop()
-                for name, term in learner.terms.items():
-                    roots.append(term(learner.model, batch, encoded))
-                    flop[name.replace("_", " ")] = count.flop()
-            for name, pair in inputs.items():
-                both = pair.rows, {**pair.columns, **pair.constants}
-                sides[name] = [(like(side, 1), len(side["vec"]) / len(batch)) for side in both]
-                roots += [x for side in both for x in side.values()]
-                del pair, both
-            roots = list({id(x): x for x in roots if x.requires_grad}.values())
-            del encoded, inputs
-            activations = count.alive
-            torch.autograd.backward(roots, [torch.empty_like(x) for x in roots])
-            flop["backward"] = count.flop()
-        return MicroBatch(flop, activations, count.peak - activations, sides)
-
-    def pair_losses(self, micro: MicroBatch, images: int, all_images: int) -> tuple[float, float]:
-        """FLOP and bytes of the pair losses of one GPU's images with the texts of all.
-
-        Bytes: of features, the sums of their gradients, these scaled by the gradient of the loss, and one block.
-        """
-        flop = 0.0
-        with self.counted() as count:
-            for name, ((row, rows), (column, columns)) in micro.sides.items():
-                contrast: Any = self.learner.contrasts[name]
-                made = like(row, round(rows * images)), like(column, round(columns * all_images))
-                pairs = FirstBlock(contrast.head, *made, 0)
-                contrast.loss(pairs).sum.backward()
-                flop += count.flop() * prod(pairs.shape) / prod(map(min, pairs.shape, pairs.step))
-        return flop, count.peak
 
 
 class FirstBlock(Blocks):
