@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from kiloword.config.recipes import ModelConfig, TrunkConfig
-from kiloword.data.text.tokenizer import Tokenizer, read_document, tokenizer_from
-from kiloword.data.text.vocabularies import encoder_tokenizer
+from kiloword.data.text.tokenizer import Tokenizer, encoder_tokenizer, read_document, tokenizer_from
 from kiloword.errors import suggestion
 from kiloword.interop.checkpoint import read
 from kiloword.interop.hf_folder import check_strangers, json_object, pretrained, weight_files

@@ -20,8 +20,7 @@ from kiloword.data.open import open_data
 from kiloword.data.reading import BadRows, captions_of
 from kiloword.data.sampler import BLOCK, GROUP, Order, steps_per_epoch
 from kiloword.data.stored import WithTokens
-from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.data.text.vocabularies import vocabulary
+from kiloword.data.text.tokenizer import Tokenizer, vocabulary
 from kiloword.distributed import collectives
 from kiloword.distributed.by_device import settle, summary, workers_of
 from kiloword.files import Lock

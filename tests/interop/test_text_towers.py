@@ -19,8 +19,7 @@ from encoders import BERT, DISTIL, state_of, word_pieces, write_encoder
 from kiloword.api import load as load_matcher
 from kiloword.cli.main import main
 from kiloword.config.recipes import TextConfig, sizes
-from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.data.text.vocabularies import encoder_tokenizer
+from kiloword.data.text.tokenizer import Tokenizer, encoder_tokenizer
 from kiloword.interop import text_towers
 from kiloword.interop.text_towers import read_text_folder, tokenizer_of, with_text_tower
 from kiloword.methods.registry import preset

@@ -23,8 +23,14 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from kiloword.cli.main import main
 from kiloword.config.recipes import TextConfig
-from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer, clip_tokenizer_from, siglip, siglip_tokenizer
-from kiloword.data.text.vocabularies import vocabulary
+from kiloword.data.text.tokenizer import (
+    Tokenizer,
+    clip_tokenizer,
+    clip_tokenizer_from,
+    siglip,
+    siglip_tokenizer,
+    vocabulary,
+)
 from kiloword.training.run_folder import RunFile, read_config
 from modules import module_at
 
