@@ -22,7 +22,8 @@ from kiloword.losses import maxsim as scores
 from kiloword.losses.maxsim import Sides
 from kiloword.losses.pairs import softmax_loss, weighted
 from kiloword.methods import clip
-from kiloword.methods.method import WHOLE, Component, Method, Part, whole_head
+from kiloword.methods.matryoshka import WHOLE, whole_head
+from kiloword.methods.method import Component, Method, Part
 from kiloword.model.attention import Packing
 from kiloword.model.heads import Pooling, Single, unit
 from kiloword.model.image import extra

@@ -20,7 +20,8 @@ from kiloword.distributed.collectives import ranks, sum_over_ranks
 from kiloword.losses.pairs import sigmoid_loss, weighted
 from kiloword.losses.pertext import PerText, check_heads
 from kiloword.methods import siglip
-from kiloword.methods.method import WHOLE, Component, Method, Part, whole_head
+from kiloword.methods.matryoshka import WHOLE, whole_head
+from kiloword.methods.method import Component, Method, Part
 from kiloword.model.heads import Single, unit
 from kiloword.model.image import extra
 from kiloword.model.pooling import ImagePool, TextPool

@@ -62,6 +62,14 @@ def matryoshka(method: Method, settings: Settings) -> Method:
     return replace(method, further=(*method.further, heads), pair_loss=loss)
 
 
+WHOLE = "whole"  # the head of a second loss of whole images and texts
+
+
+def whole_head(config: ModelConfig, scale: Scale) -> dict[str, Head]:
+    """A head for the cosine of the vectors "vec" of whole images and texts."""
+    return {WHOLE: Head(Pooling(), scale=scale)}
+
+
 COMPONENTS = {
     "matryoshka": Component("prefixes", "the pair loss on prefixes of the embedding too", Settings, matryoshka, "text")
 }

@@ -194,12 +194,6 @@ Weighted = Mapping[str, tuple[Weight, Part[M]]]
 
 
 SINGLE, PLAIN = Part(Single), Scale()  # one vector per image and text, CLIP's scale
-WHOLE = "whole"  # the head of a second loss of whole images and texts
-
-
-def whole_head(config: ModelConfig, scale: Scale) -> dict[str, Head]:
-    """A head for the cosine of the vectors "vec" of whole images and texts."""
-    return {WHOLE: Head(Pooling(), scale=scale)}
 
 
 @dataclass(frozen=True, kw_only=True)
