@@ -176,12 +176,11 @@ def gradients_over_ranks(
     """The same in several ways, computed by gloo processes on this machine."""
     with tempfile.TemporaryDirectory() as folder:
         over_ranks(ranks, _save_gradients, method, ways, Path(folder, "gradients"), trunks)
-        found: dict[Way, dict[str, Tensor]] = torch.load(Path(folder, "gradients"), weights_only=False)
-        return found
+        return dict(zip(ways, torch.load(Path(folder, "gradients"), weights_only=True), strict=True))
 
 
 def _save_gradients(method: str | MethodChoice, ways: Sequence[Way], path: Path, trunks: Trunks) -> None:
-    found = {way: gradients(method, way, trunks=trunks) for way in ways}
+    found = [gradients(method, way, trunks=trunks) for way in ways]
     if parallel.rank() == 0:
         torch.save(found, path)
 
