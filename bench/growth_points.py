@@ -29,7 +29,8 @@ from kiloword.apps.mine import analyses
 from kiloword.apps.mine import search as mining
 from kiloword.apps.mine.corpus import Corpus
 from kiloword.apps.search import library as libraries
-from kiloword.apps.search.library import FILE, Library, LibraryFile, by_image, publish
+from kiloword.apps.search.library import FILE, Library, LibraryFile, publish
+from kiloword.apps.search.rank import by_image
 from kiloword.config.recipes import DataConfig, TextConfig, sizes
 from kiloword.data import loader, sampler
 from kiloword.data import open as sources

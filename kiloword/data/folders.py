@@ -31,6 +31,7 @@ LEAST = 2  # classes
 OF_DATA = ("classnames.txt", "zeroshot_classification_templates.txt", "tree.json")  # files about all images
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 FILE_NAME = "file_name"  # the column of images in these
+_MARK = b'"kiloword-library-'
 _BESIDE = ("txt", "json", "cls")
 _OF_DEVICES = {
     *("@eadir", "#recycle", "@recycle", "@recently-snapshot", "#snapshot", "@__thumb", ".@__thumb"),  # network storage
@@ -185,13 +186,13 @@ def _folders(folder: Path) -> list[str]:
 
 
 def image_folders(
-    root: Path, left: LeftOut, inside: str = "", deep: bool = True, used: Collection[str] = ()
+    root: Path, left: LeftOut, inside: str = "", deep: bool = True, used: Collection[str] = (), passed: str = ""
 ) -> Iterator[tuple[str, list[str], set[str]]]:
     """Folders with their images: the path below `root` ("a/"), names of images, names of all that is there.
 
     Everything else goes to `left`, but for captions and labels beside images. Linked folders are not searched, so that
     the search ends and finds each image once. Args: inside: the folder of `root` to begin with; deep: search
-    subfolders; used: names that are not left out.
+    subfolders; used: names that are not left out; passed: the file of a library, whose folder is not searched.
     """
     folders = [inside]
     while folders:
@@ -204,6 +205,9 @@ def image_folders(
             if not folder:
                 raise
             left.add(folder, f"it cannot be read ({error.strerror or error})")
+            continue
+        if passed and os.path.isfile(library := root / folder / passed) and _MARK in library.read_bytes():
+            left.add(folder or root.name, "a library of kiloword")
             continue
         reasons = {entry.name: _reason(entry, deep) for entry in entries}
         inner = {entry.name for entry in entries if entry.is_dir()}
@@ -283,5 +287,8 @@ def _labels(name: str, folders: Sequence[str], listed: list[str] | None) -> tupl
             f"{name} has {len(folders)} class folders, but classnames.txt names {len(listed)} classes, of which none "
             f"is {shown(other[:60])!r}: expected folders named like the classes, or as many in the same order."
         )
-    log.warning("%s: not all class folders are in classnames.txt, such as %r: they count in order.", name, shown(other))
+    log.warning(
+        "%s: class folders that are not in classnames.txt are taken in sorted order: %r is %r.",
+        name, shown(other), shown(listed[in_order[other]]),
+    )  # fmt: skip
     return in_order, listed

@@ -44,6 +44,8 @@ class Conformity:
         from kiloword.verify.batch import MethodChoice
         from kiloword.verify.suite import verify
 
+        if not self.options.ranks:
+            raise ValueError("--ranks is empty: expected some of 1, 2 and 4.")
         failed = []
         for check in verify(MethodChoice(self.method, asdict(self.settings)), self.options.ranks, self.options.trunks):
             result, where = ("ok  ", "") if check.passed else ("FAIL", f"  {check.where}")

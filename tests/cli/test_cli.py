@@ -125,7 +125,7 @@ REFUSED = [  # words, what the message says
     ("import open_clip w.pt --out o", "NAME PATH"),
     ("import prolip ViT w.pt --out o", "PATH"),
     ("verify clip --ranks", "--ranks"),
-    ("verify clip --ranks 8", "--ranks is 8"),
+    ("verify clip --ranks 8", "choice '8'"),
     ("--completion csh", "bash"),
     ("data check scenes --as clip", "--as"),
 ]

@@ -44,4 +44,6 @@ class Mine:
         check(self)
         if self.false_rate != Mine.false_rate and not self.calibrate:
             raise ValueError("--false-rate has an effect only with --calibrate: add that, or omit it.")
+        if self.calibrate and None not in (self.p1, self.p2, self.p3, self.p1_text):
+            raise ValueError("--calibrate fits the thresholds that are not given, and all are given: omit it.")
         mine(self)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tyro.conf import Positional
 
@@ -30,7 +32,7 @@ class Index(Execution):
     model: str | None = None  # model folder; default: that of the library
     trust: Flat[Trust] = NONE  # code that the model folder may run
     dim: int | None = None  # keep the first N numbers of the vectors, normalised again; default: all
-    forget: bool = False  # forget photos that are not in the folder now also where most are
+    forget: bool = False  # forget photos that are not in the folder now, also where most are
 
     def run(self) -> None:
         """Run and print `kiloword index`. Raises: ValueError for options that do not fit the library."""
@@ -40,16 +42,7 @@ class Index(Execution):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opened(Device):
-    """A library and its model."""
-
-    library: Positional[Path]  # folder that `kiloword index` wrote
-    model: str | None = None  # model folder, where it is no longer where the library was made
-    trust: Flat[Trust] = NONE  # code that the model folder may run
-
-
-@dataclass(frozen=True, kw_only=True)
-class Search(Opened):
+class Search(Device):
     """Search photos by words or by a photo.
 
     Examples:
@@ -57,48 +50,57 @@ class Search(Opened):
       kiloword search library --like dog.jpg --page like.html
     """
 
+    library: Positional[Path]  # folder that `kiloword index` wrote
     query: Positional[str | None] = None  # what the photos should show
     like: Path | None = None  # photo, in place of the query
     top: int = 10  # number of photos
     within: str = ""  # part of the path that the photos must have, such as a folder
     json: Path | None = None  # write the results to this file
     page: Path | None = None  # write a page with the photos to this file
+    model: str | None = None  # model folder, where it is no longer where the library was made
+    trust: Flat[Trust] = NONE  # code that the model folder may run
 
     def run(self) -> None:
         """Search and print. Raises: ValueError for a query, an image or a library that cannot be used."""
         from kiloword.apps.search.index import opened_for
-        from kiloword.apps.search.library import by_image, by_text, shrunk
+        from kiloword.apps.search.library import Library
+        from kiloword.apps.search.rank import by_image, by_text, shrunk
         from kiloword.report import Block, Gallery, Page, Text, Tile, made_by, write_page
 
         if (self.query is None) == (self.like is None):
             raise ValueError("search needs a text or --like PHOTO, one of them: kiloword search LIBRARY 'a dog'.")
         if self.top < 1:
             raise ValueError(f"--top is {self.top}: expected at least 1.")
-        library, matcher = opened_for(self)
+        library = Library(self.library)
+        matcher, began = opened_for(self, library), time.perf_counter()
         if self.like is None:
-            query = self.query or ""
-            found = by_text(library, matcher, query, self.top, self.within)
+            found = by_text(library, matcher, self.query or "", self.top, self.within)
         else:
-            query, vec = self.like.name, matcher.encode_image(self.like)["vec"].float().cpu().numpy()
+            vec = matcher.encode_image(self.like)["vec"].float().cpu().numpy()
             found = by_image(library, vec, self.top, self.within)
-        tiles, lost = list[Tile](), list[Block]()
-        for n, one in enumerate(found, 1):
-            line = [f"{n:2}", f"{one['score']:6.3f}"]
-            line += [f"u {one['uncertainty']:.4g}"] if "uncertainty" in one else []
-            say("  ".join([*line, one["path"]]))
+        seconds, results, tiles, lost = time.perf_counter() - began, list[dict[str, Any]](), list[Tile](), list[Block]()
+        for n, match in enumerate(found, 1):
+            cells = library.cells(match.row)
+            line = [f"{n:2}", f"{match.score:6.3f}"]
+            one = {"path": cells["path"], "score": match.score, "id": cells["id"], "caption": cells["caption"]}
+            if match.uncertainty is not None:
+                line.append(f"u {match.uncertainty:.4g}")
+                one["uncertainty"] = match.uncertainty
+            say("  ".join([*line, cells["path"]]))
+            results.append(one)
             if self.page is not None:
                 try:
-                    tiles.append(Tile(shrunk(library.photo(one["id"]), 320), [*line, one["path"]]))
-                except FileNotFoundError as error:
-                    lost.append(Text(f"{one['path']}: {error}"))
+                    tiles.append(Tile(shrunk(library.photo(match.row), 320), [*line, cells["path"]]))
+                except ValueError as error:
+                    lost.append(Text(f"{cells['path']}: {error}"))
         where = f" whose path has {self.within!r}" if self.within else ""
-        best = f"{len(found)} of {len(library):,} photos{where}"
-        say(best)
+        say(f"{len(found)} of {len(library):,} photos{where}, {1000 * seconds:.0f} ms")
+        query = self.like.name if self.like else self.query or ""
         if self.json is not None:
             about = {"query": query, "folder": library.file.folder, "photos": len(library)}
-            write_json(self.json, about | {"results": found})
+            write_json(self.json, about | {"results": results})
         if self.page is not None:
-            intro = f"The best {best}."
+            intro = f"The best {len(found)} of {len(library):,} photos."
             if "uncertainty" in library.features:
                 intro += " u is a photo's uncertainty, high where it fits many texts."
             facts = made_by([self.model or library.file.model], library.file.folder)
@@ -107,42 +109,46 @@ class Search(Opened):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(Opened):
+class Serve(Device):
     """Search photos in a browser.
 
     Examples:
       kiloword serve library
     """
 
+    library: Positional[Path]  # folder that `kiloword index` wrote
     host: str = "127.0.0.1"  # address to listen on; the default is reached from this machine alone
     port: int = 8321  # its port; 0: any free one
+    model: str | None = None  # model folder, where it is no longer where the library was made
+    trust: Flat[Trust] = NONE  # code that the model folder may run
 
     def run(self) -> None:
         """Serve until Ctrl-C. Raises: ValueError for a port in use, or a library of another model."""
         import socket
 
+        from kiloword.apps.search.index import opened_for
+        from kiloword.apps.search.library import Library
+
         try:
             import uvicorn
 
-            from kiloword.apps.search.index import opened_for
             from kiloword.apps.search.site import HEADERS, application
         except ImportError:
             raise ValueError(needs("kiloword serve", "starlette", "search")) from None
-        inside, six = self.host in ("localhost", "::1") or self.host.startswith("127."), ":" in self.host
+        library, family = Library(self.library), socket.AF_INET6 if ":" in self.host else socket.AF_INET
         if not 0 <= self.port < 1 << 16:
             raise ValueError(f"--port is {self.port}: expected at most 65535; 0: any free one.")
         try:
-            listening = socket.create_server((self.host, self.port), family=socket.AF_INET6 if six else socket.AF_INET)
+            listening = socket.create_server((self.host, self.port), family=family)
         except OSError as error:
             raise ValueError(f"--host {self.host} --port {self.port} cannot be used ({error}).") from None
         with listening:
-            library, matcher = opened_for(self)
-            at = f"http://{f'[{self.host}]' if six else self.host}:{listening.getsockname()[1]}/"
+            app = application(library, opened_for(self, library), self.host)
+            at = f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{listening.getsockname()[1]}/"
             say(f"{self.library}: {count(len(library), 'photo')} at {at} (Ctrl-C ends it)")
-            if not inside:
+            if self.host not in ("localhost", "::1") and not self.host.startswith("127."):
                 warn("everybody who reaches this address can search and see the photos.")
             logging.disable()  # queries are private
-            app = application(library, matcher, self.host)
             config = uvicorn.Config(app, http="h11", ws="none", lifespan="off", headers=HEADERS)
             config.timeout_graceful_shutdown, config.server_header = 1, False
             try:

@@ -6,9 +6,6 @@
     ...              of models that compare a photo anew with each text, what they need of it, float16
 
 A library may be a stranger's: nothing of it is code, and a reader takes no more memory than its files have bytes.
-
-Photos are scored exactly, all of them, where a score is a cosine minus uncertainties. A model that compares a photo
-anew with each text (llip, flair, filip) scores a shortlist, the photos nearest by their vectors.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,25 +26,15 @@ import torch
 from numpy.typing import NDArray
 
 from kiloword.config.settings import BaseSettings, read_config
-from kiloword.data.classes.names import caseless
-from kiloword.data.images.decode import decode
-from kiloword.data.sample import MAX_IMAGE, read_whole
 from kiloword.files import atomic, write_json
-from kiloword.model.encoding import chunks, inference, moved
-from kiloword.report import Pixels, thumbnail
-from kiloword.types import BadSample, Features
+from kiloword.model.encoding import chunks
+from kiloword.types import Features
 
-if TYPE_CHECKING:
-    from kiloword.api import Matcher
-
-FILE, VERSION = "library.json", "kiloword-library-3"
+FILE, VERSION = "library.json", "kiloword-library-2"
 TYPES = {"id": pa.string(), "path": pa.string(), "file": pa.binary(), "stamp": pa.string(), "caption": pa.string()}
 ROWS = pa.schema([pa.field(name, kind, nullable=False) for name, kind in TYPES.items()])
 OF_GAUSSIANS = ("log_var", "penalty", "uncertainty")
-BLOCK = 1 << 14  # rows that are written at once
-SHORTLIST = 300  # photos scored exactly by a model that compares photos anew with each text
-SCORED = 32  # of them at once, so that their features fit into memory
-LONGEST_QUERY = 10_000  # characters
+BLOCK = 1 << 14  # rows that are read or written at once
 Array = NDArray[Any]
 
 
@@ -71,14 +58,15 @@ class Library:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.file = folder, read_file(folder)
+        self.folder, self.version = folder, version_of(folder)
+        self.file = read_file(folder)
         if not self.file.state:
             raise ValueError(f"the library {folder} holds no photos yet: run its `kiloword index` again.")
         try:
             self.rows = _rows(folder / f"rows-{self.file.state}.parquet")
             self.features = {name: self._matrix(name) for name in self.file.features}
         except (OSError, ValueError, ArithmeticError, pa.ArrowException) as error:
-            if self.file == read_file(folder):
+            if self.version == version_of(folder):
                 raise ValueError(f"the library {folder} is damaged ({error}): remove it and index again.") from None
             self.__init__(folder)  # type: ignore[misc]  # the files are of another state now
 
@@ -92,28 +80,20 @@ class Library:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def photos(self, rows: Sequence[int] | Array, scores: Array | None = None) -> list[dict[str, Any]]:
-        """What rows [n] show: path, id, caption, their score of scores [N], and the uncertainty of a Gaussian."""
-        found = self.rows.take(pa.array(rows, pa.int64())).to_pylist()
-        told = {"score": scores, "uncertainty": self.features.get("uncertainty")}
-        numbers = {name: values[rows].tolist() for name, values in told.items() if values is not None}
-        return [
-            {"path": os.fsdecode(cells["file"]), "id": cells["id"], "caption": cells["caption"]}
-            | {name: values[n] for name, values in numbers.items()}
-            for n, cells in enumerate(found)
-        ]
+    def cells(self, row: int) -> dict[str, Any]:
+        """The cells of a row by column; its `path` as the system has it."""
+        cells: dict[str, Any] = self.rows.slice(row, 1).to_pylist()[0]
+        return cells | {"path": os.fsdecode(cells["file"])}
 
     def row_of(self, number: str) -> int:
-        """The row of a photo by its id. Raises: FileNotFoundError where there is none."""
-        if (row := int(pc.index(self.rows["id"], number).as_py())) < 0:
-            raise FileNotFoundError("there is no such photo (any more).")
-        return row
+        """The row of a photo by its id; -1 where there is none."""
+        return int(pc.index(self.rows["id"], number).as_py())
 
-    def photo(self, number: str) -> Path:
-        """The file of a photo by its id. Raises: FileNotFoundError for none, one that leads out of the folder too."""
-        path, root = os.fsdecode(self.rows["file"][self.row_of(number)].as_py()), Path(self.file.folder)
+    def photo(self, row: int) -> Path:
+        """The file of a photo. Raises: ValueError for one outside the folder of photos, also behind a link."""
+        path, root = str(self.cells(row)["path"]), Path(self.file.folder)
         if "\0" in path or not (root / path).resolve().is_relative_to(root.resolve()):
-            raise FileNotFoundError("the library names a file outside its folder of photos.")
+            raise ValueError("the library names a file outside its folder of photos.")
         return root / path
 
     def taken(self, rows: Sequence[int] | Array) -> Features:
@@ -122,9 +102,9 @@ class Library:
         return {name: torch.from_numpy(self.features[name][rows].astype(np.float32)) for name in names}
 
 
-def ids_of(rows: pa.Table) -> dict[str, str]:
-    """Path -> id of photos in rows of a library."""
-    return dict(zip(map(os.fsdecode, rows["file"].to_pylist()), rows["id"].to_pylist(), strict=True))
+def stamps_of(rows: pa.Table) -> dict[str, str]:
+    """Path -> stamp of photos in rows of a library."""
+    return dict(zip(map(os.fsdecode, rows["file"].to_pylist()), rows["stamp"].to_pylist(), strict=True))
 
 
 def read_file(folder: Path) -> LibraryFile:
@@ -152,10 +132,19 @@ def _rows(path: Path) -> pa.Table:
         return file.read()
 
 
+def version_of(folder: Path) -> tuple[int, int] | None:
+    """Changes when library.json is replaced; None where it is gone."""
+    try:
+        status = (folder / FILE).stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
 def publish(
     folder: Path, file: LibraryFile, rows: pa.Table, features: Mapping[str, Array], before: Library | None, kept: Array
-) -> Library:
-    """Write and open the next state of a library: rows `kept` of the one before, then these.
+) -> None:
+    """Write the next state of a library: rows `kept` of the one before, then these.
 
     Its number is made from the photos alone, so that an interrupted command ends with the same bytes as a whole one.
     """
@@ -175,7 +164,6 @@ def publish(
         pq.write_table(rows, out, compression="none", use_dictionary=False)
     write_json(folder / FILE, asdict(replace(file, state=state, features=tuple(features))))
     tidy(folder, state)
-    return Library(folder)
 
 
 def tidy(folder: Path, state: int) -> None:
@@ -183,58 +171,3 @@ def tidy(folder: Path, state: int) -> None:
     for path in folder.iterdir():
         if (found := re.fullmatch(r"[a-z_]+-(\d+)\.(npy|parquet)", path.name)) and int(found[1]) != state:
             path.unlink()
-
-
-def by_text(library: Library, matcher: Matcher, text: str, top: int, within: str = "") -> list[dict[str, Any]]:
-    """The best photos for a text, as `Library.photos`. Args: within: part of the path that photos must have.
-
-    Raises: ValueError for a text that is empty or too long.
-    """
-    text = " ".join(text.split())
-    if not 0 < len(text) <= LONGEST_QUERY:
-        raise ValueError(f"the query has {len(text):,} characters: expected words, at most {LONGEST_QUERY:,}.")
-    model, texts = matcher.model, matcher.encode_text([text])
-    scores = library.features["vec"] @ texts["vec"][0].float().cpu().numpy()
-    if "penalty" in library.features:
-        assert model.head.uncertainty is not None
-        with inference(model):
-            scores -= library.features["penalty"] + model.head.uncertainty.penalty(texts).float().cpu().numpy()
-    _only(library, scores, within)
-    if not library.features.keys() <= {"vec", *OF_GAUSSIANS}:
-        rows, exact = np.sort(best(scores, max(SHORTLIST, top))), np.full_like(scores, -np.inf)
-        for part in chunks(len(rows), SCORED):
-            some = moved(library.taken(rows[part]), model.device)
-            exact[rows[part]] = matcher.score(some, texts)[:, 0].float().cpu().numpy()
-        scores = exact
-    return library.photos(best(scores, top), scores)
-
-
-def by_image(library: Library, vec: Array, top: int, within: str = "") -> list[dict[str, Any]]:
-    """The photos most like an image by the cosine of their vectors, [D], as `Library.photos`."""
-    scores = library.features["vec"] @ vec
-    _only(library, scores, within)
-    return library.photos(best(scores, top), scores)
-
-
-def best(scores: Array, top: int) -> Array:
-    """Places of the largest scores, without -inf and NaN; ties in their order, however many are wanted."""
-    rows = np.flatnonzero(scores > -np.inf)
-    if top < len(rows):
-        rows = rows[scores[rows] >= np.partition(scores[rows], -top)[-top]]
-    return rows[np.argsort(-scores[rows], kind="stable")][:top]
-
-
-def _only(library: Library, scores: Array, within: str) -> None:
-    """Give -inf to photos whose path has not `within`."""
-    if within:
-        inside = [caseless(within) in caseless(path) for path in library.rows["path"].to_pylist()]
-        scores[~np.array(inside, bool)] = -np.inf
-
-
-def shrunk(photo: Path, side: int) -> Pixels:
-    """A photo [H, W, 3] with at most `side` pixels a side. Raises: FileNotFoundError for one that cannot be read."""
-    try:
-        return thumbnail(decode(read_whole(photo, "it", MAX_IMAGE), at_least=side), side)
-    except (OSError, BadSample) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise FileNotFoundError(f"the photo cannot be read ({reason}).") from None

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
 import socket
 import threading
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from PIL import Image
@@ -28,7 +29,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kiloword.apps.search.library import Library, by_image, by_text, read_file, shrunk
+from kiloword.apps.search.library import Library, version_of
+from kiloword.apps.search.rank import Match, by_image, by_text, shrunk
 from kiloword.report import Page, plain
 from kiloword.report.render import POLICY, environment
 
@@ -58,23 +60,25 @@ class Site:
 
     def now(self) -> Library:
         """The library as it is now. Raises: HTTPException for damage, and a library of another model."""
-        try:
-            file = read_file(self.library.folder)
-            if file.fingerprint != self.library.file.fingerprint:
-                raise ValueError("The library was made anew by another model: start kiloword serve again.")
-            if file != self.library.file:
-                self.library = Library(self.library.folder)
-            return self.library
-        except ValueError as error:
-            raise HTTPException(503, str(error)) from None
+        library = self.library
+        if version_of(library.folder) != library.version:
+            try:
+                library = Library(library.folder)
+            except ValueError as error:
+                raise HTTPException(503, str(error)) from None
+            if library.file.fingerprint != self.library.file.fingerprint:
+                raise HTTPException(503, "The library was made anew by another model: start kiloword serve again.")
+            self.library = library
+        return library
 
     def search(self, request: Request) -> Response:
         """The page of a text, of a photo of the library (like), or the first page."""
         library, asked = self.now(), request.query_params
         within, title, about = asked.get("in", ""), "Search", [f"{len(library):,} photos"]
         if "like" in asked:
-            vec = library.features["vec"][library.row_of(asked["like"])]
-            title, found = "More like this", by_image(library, vec, SHOWN, within)
+            row = _row(library, asked["like"])
+            found = by_image(library, library.features["vec"][row], SHOWN, within)
+            title = "More like this"
         elif "q" in asked:
             title = f"“{asked['q'].strip()[:200]}”"
             with self.one:
@@ -82,8 +86,8 @@ class Site:
                 for tokens, read in self.matcher.tokenizer.cut([asked["q"]], self.matcher.model.config.text).values():
                     about.append(f"The query has {tokens} tokens; the model reads {read}.")
         else:
-            found = library.photos(range(len(library))[:SHOWN])
-        return _page(title, about, found, asked)
+            found = [Match(row) for row in range(len(library))[:SHOWN]]
+        return _page(title, about, asked, found, library)
 
     async def upload(self, request: Request) -> Response:
         """Photos most like an uploaded one."""
@@ -110,34 +114,43 @@ class Site:
                 vec = self.matcher.encode_image(image)["vec"].float().cpu().numpy()
         except ValueError as error:
             raise HTTPException(400, f"The photo cannot be used: {error.__cause__ or error}") from None
-        return _page("Photos like yours", [], by_image(library, vec, SHOWN))
+        return _page("Photos like yours", [], {}, by_image(library, vec, SHOWN), library)
 
     def image(self, request: Request) -> Response:
         """A photo as a JPEG without anything else of its file."""
-        number, side = request.path_params["id"], SIDES.get(request.path_params["size"])
-        photo = self.now().photo(number if side else "")
-        return Response(_jpeg(number, photo, side or 0), 200, LASTING, "image/jpeg")
+        library, number, side = self.now(), request.path_params["id"], SIDES.get(request.path_params["size"])
+        try:
+            photo = library.photo(_row(library, number if side else ""))
+            return Response(_jpeg(number, photo, side or 0), 200, LASTING, "image/jpeg")
+        except ValueError as error:
+            raise HTTPException(404, f"{error} Index the photos again to forget it.") from None
+
+
+def _row(library: Library, number: str) -> int:
+    if (row := library.row_of(number)) < 0:
+        raise HTTPException(404, "There is no such photo (any more).")
+    return row
 
 
 def _page(
     title: str,
     about: Sequence[str],
-    photos: Sequence[Mapping[str, Any]] | None,
-    asked: Mapping[str, str] | None = None,
+    asked: Mapping[str, str],
+    found: Sequence[Match] = (),
+    library: Library | None = None,
     status: int = 200,
 ) -> Response:
+    photos = [(match, library.cells(match.row)) for match in found if library]
     template = environment(Path(__file__).parent).get_template("site.html")
     page = Page(title, "\n\n".join(about), {})
-    html = template.render(page=page, policy=SITE_POLICY, asked=asked or {}, photos=photos)
+    html = template.render(page=page, policy=SITE_POLICY, asked=asked, photos=photos, listed=library is not None)
     return Response(plain(html), status, {"Cache-Control": "no-store"}, "text/html")
 
 
 def _failure(request: Request, error: Exception) -> Response:
     """A page that says what is wrong."""
-    status, text = 404 if isinstance(error, FileNotFoundError) else 400, str(error)
-    if isinstance(error, HTTPException):
-        status, text = error.status_code, error.detail
-    return _page("Search", [text[:1].upper() + text[1:500]], None, status=status)
+    status, text = (error.status_code, error.detail) if isinstance(error, HTTPException) else (400, str(error))
+    return _page("Search", [text[:1].upper() + text[1:500]], {}, status=status)
 
 
 @lru_cache(1024)  # photos of 15 to 300 kB each
@@ -156,14 +169,14 @@ def application(library: Library, matcher: Matcher, host: str) -> ASGIApp:
         Route("/", site.upload, methods=["POST"]),
         Route("/{size}/{id}", site.image),
     ]
-    errors = (HTTPException, FileNotFoundError, ValueError, ClientDisconnect, TimeoutError)
-    inner = Starlette(routes=routes, exception_handlers=dict.fromkeys(errors, _failure))
+    failures = dict.fromkeys((HTTPException, ValueError, ClientDisconnect, TimeoutError), _failure)
+    inner = Starlette(routes=routes, exception_handlers=failures)
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
         asked = Headers(scope=scope).get("host", "")
         wrong = f"This site does not answer under the name “{asked[:100]}”: open it by an address of this machine, or "
         here = _is_here(asked, names)
-        answer = inner if here else _page("Search", [wrong + "as localhost."], None, status=400)
+        answer = inner if here else _page("Search", [wrong + "as localhost."], {}, status=400)
         await answer(scope, receive, send)
 
     return application
@@ -171,8 +184,9 @@ def application(library: Library, matcher: Matcher, host: str) -> ASGIApp:
 
 def _is_here(host: str, names: set[str]) -> bool:
     """Whether a header Host has one of the names, or an address: no name of the internet is one."""
+    found = re.fullmatch(r"(\[[^\]]*\]|[^:]*)(:\d*)?", host)
+    name = found[1].lower() if found else ""
     try:
-        name = urlsplit(f"//{host}").hostname or ""
-        return "@" not in host and (name in names or bool(ip_address(name)))
+        return name in names or bool(ip_address(name.strip("[]")))
     except ValueError:
         return False

@@ -13,7 +13,8 @@ import pytest
 import kiloword
 from folders import model_folder
 from kiloword.apps.search.command import Index
-from kiloword.apps.search.library import Library, by_text
+from kiloword.apps.search.library import Library
+from kiloword.apps.search.rank import by_text
 from photo_folders import photos_in
 
 PAGE = Path(__file__).parents[3] / "docs" / "tables.md"
@@ -41,7 +42,7 @@ def test_lancedb_finds_the_same_photos(root: Path) -> None:
     Index(photos=root / "photos", out=root / "library", model="run/model", device="cpu").run()
     library = Library(root / "library")
     found = by_text(library, kiloword.load("run/model"), "a dog on the beach", 10)
-    assert [one["path"] for one in example("LanceDB")["nearest"]] == [one["path"] for one in found]
+    assert [one["path"] for one in example("LanceDB")["nearest"]] == [library.cells(one.row)["path"] for one in found]
 
 
 @pytest.mark.slow

@@ -16,7 +16,8 @@ import pytest
 from folders import model_folder
 from kiloword.api import load
 from kiloword.apps.search.command import Index
-from kiloword.apps.search.library import Library, by_text
+from kiloword.apps.search.library import Library
+from kiloword.apps.search.rank import by_text
 from photo_folders import draw, photos_in
 from servers import Site
 
@@ -71,12 +72,12 @@ def status_of(site: Site, request: bytes) -> int:
     return int(answer.split()[1]) if answer else 0
 
 
-def test_searches_show_the_photos_in_order(site: Site, root: Path) -> None:
+def test_a_search_shows_the_photos_in_order(site: Site, root: Path) -> None:
     library = Library(root / "library")
     found = by_text(library, load(root / "model"), "a dog", 24)
     status, html, headers = site.ask("/?q=a+dog")
-    assert (status, ids(html)) == (200, [one["id"] for one in found])
-    assert [f"{one['score']:.3f}" in html.decode() for one in found] == [True] * 7
+    assert (status, ids(html)) == (200, [library.cells(one.row)["id"] for one in found])
+    assert [f"{one.score:.3f}" in html.decode() for one in found] == [True] * 7
     policy = headers["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'; ")
     assert "frame-ancestors 'none'" in policy
@@ -90,11 +91,14 @@ def test_searches_show_the_photos_in_order(site: Site, root: Path) -> None:
         status, jpeg, headers = site.ask(f"/{size}/{like[0]}")
         assert (status, headers["Content-Type"], jpeg[:2]) == (200, "image/jpeg", b"\xff\xd8")
         assert headers["X-Content-Type-Options"] == "nosniff"
-    photo = root / "photos" / "deep" / "03.jpg"
-    body, origin = START + photo.read_bytes() + b"\r\n--limit--\r\n", f"http://127.0.0.1:{site.port}"
-    status, html, headers = site.ask("/", "POST", body, Content_Type=FORM, Origin=origin)
+
+
+def test_an_uploaded_photo_finds_itself(site: Site, root: Path) -> None:
+    library, photo = Library(root / "library"), root / "photos" / "deep" / "03.jpg"
+    body = START + photo.read_bytes() + b"\r\n--limit--\r\n"
+    status, html, headers = site.ask("/", "POST", body, Content_Type=FORM, Origin=f"http://127.0.0.1:{site.port}")
     assert headers["Referrer-Policy"] == "same-origin"  # with no-referrer, browsers send the form with "Origin: null"
-    assert (status, library.photo(ids(html)[0])) == (200, photo)
+    assert (status, library.cells(library.row_of(ids(html)[0]))["path"]) == (200, "deep/03.jpg")
 
 
 @pytest.mark.parametrize("query", ["<script>alert(3)</script>", '"><img src=x onerror=alert(4)>', "a\u202eb\x1b[31m"])
