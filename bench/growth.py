@@ -7,7 +7,7 @@ series stops before the point that would take more than --seconds or --gb, by th
 JSON lines: the same command, or one with higher limits, goes on where it stopped.
 
     python bench/growth.py [SERIES ...] [--rows bench/growth.jsonl] [--seconds 20] [--gb 6]
-    python bench/growth.py --print [--plot docs/results/growth.svg]    tables of the rows that are there, as markdown
+    python bench/growth.py --print [--plot research/results/growth.svg]    tables of all rows, as markdown
 """
 
 from __future__ import annotations

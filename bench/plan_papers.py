@@ -1,4 +1,4 @@
-"""The tables of docs/plan.md: what the papers' runs take, and open_clip's profiles: python bench/plan_papers.py"""
+"""The tables of research/plan.md: what the papers' runs take, and open_clip's profiles: python bench/plan_papers.py"""
 
 from __future__ import annotations
 

@@ -162,11 +162,11 @@ def _short(answer: Decision | str) -> str:
 
 
 def page(results: Sequence[Results], again: Sequence[Results] = ()) -> str:
-    """All tables, as docs/results/tables.md holds them."""
+    """All tables, as research/results/tables.md holds them."""
     lines = [
         "# Tables of the verdicts",
         "",
-        "Made by `python -m research.tables --again research/rows/again --write docs/results`, of research/rows.",
+        "Made by `python -m research.tables --again research/rows/again --write research/results`, of research/rows.",
         "",
     ]
     twice = repeated(results, again) if again else []

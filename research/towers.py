@@ -14,8 +14,8 @@ ImagePool = Literal["cls", "mean", "max", "map"]
 def tokens(method: str, size: str, data: tuple[str, ...], image_pool: ImagePool = "cls") -> Recipe:
     """The defaults of a size, with the pooling of one token; at `tiny` patches of 16, so that a run takes minutes.
 
-    Of the recipes tried, `tiny`'s own trains this pooling best (docs/log.md). For reference, "max" pools both sides by
-    their maximum.
+    Of the recipes tried, `tiny`'s own trains this pooling best (research/log.md). For reference, "max" pools both sides
+    by their maximum.
     """
     base = default_recipe(method, size, data)
     head = replace(base.model.head, image_pool=image_pool, text_pool="max" if image_pool == "max" else "last")

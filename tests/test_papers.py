@@ -1,4 +1,4 @@
-"""docs/papers.md: every table and figure of the papers has a row, and every command of the page runs at debug size."""
+"""research/papers.md: all tables and figures of the papers have a row, and all its commands run at debug size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kiloword.cli.main import main
 from kiloword.evaluation.suite import read_suite
 from tars import pairs, photo, write_tar
 
-PAGE = (Path(__file__).parents[1] / "docs" / "papers.md").read_text()
+PAGE = (Path(__file__).parents[1] / "research" / "papers.md").read_text()
 ITEMS = {  # of the papers' texts
     "Llip": "Fig. 1a, Fig. 1b, Fig. 2, Fig. 3, Fig. 4, Fig. 5, Fig. 6a, Fig. 6b, Fig. 7, Fig. 8a, Fig. 8b, Tab. 1, "
     "Tab. 2, Tab. 3, Tab. 4, Tab. 5, Tab. 6, Tab. 7",

@@ -26,7 +26,6 @@ ROOT, PACKAGE = Path(__file__).resolve().parents[1], "kiloword"
 FILE_LINES, FUNCTION_LINES, STATEMENTS = 500, 80, 3
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
-RECORD = re.compile(r"docs/(log|bench|experiments|papers|plan|results|results/.*)\.md")  # what happened, not how to
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -145,8 +144,7 @@ def inherits_docstring(classes: Mapping[str, ast.ClassDef], owner: str, method: 
 def measure(root: Path, files: list[File], upward: list[str]) -> dict[str, int]:
     """The values that may only fall."""
     tests = (path.read_text(encoding="utf-8") for path in (root / "tests").rglob("*.py"))
-    names = ((path, path.relative_to(root).as_posix()) for path in [*root.glob("*.md"), *root.glob("docs/**/*.md")])
-    pages = (path.read_text(encoding="utf-8") for path, name in names if not RECORD.fullmatch(name))
+    pages = (path.read_text(encoding="utf-8") for path in [*root.glob("*.md"), *root.glob("docs/**/*.md")])
     return {
         "package lines": sum(file.lines for file in files),
         "package code lines": sum(file.code for file in files),

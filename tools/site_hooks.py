@@ -23,7 +23,6 @@ PLACED = {  # pages of the repository outside docs/ -> their place in the site
     "CHANGELOG.md": "project/changelog.md",
     "CONTRIBUTING.md": "project/contributing.md",
     "SECURITY.md": "project/security.md",
-    "research/README.md": "project/research.md",
 }
 SOURCES = {place: source for source, place in PLACED.items()}
 SETTINGS = re.compile(r"<!-- settings: (\S+) -->")  # where a page shows the settings of a method

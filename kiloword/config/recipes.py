@@ -301,7 +301,7 @@ def sizes() -> dict[str, ModelConfig]:
     """The named sizes. debug: for tests; tiny: trains on a CPU in minutes; top: above towers of other
     libraries; others: open_clip's dimensions."""
     small = _size(8, 128, 4, 8, 128, 3, 8, 128)
-    # it learns within minutes (docs/log.md) by positions of large norm, max pooling and small patches
+    # it learns within minutes (research/log.md) by positions of large norm, max pooling and small patches
     tiny = replace(
         small,
         image=replace(small.image, size=64, stem="conv", pre_norm=False, init_std=1.0),
@@ -314,7 +314,7 @@ def sizes() -> dict[str, ModelConfig]:
         text=TextConfig(context=32, vocab=512, width=32, depth=2, heads=2, mlp=64),
         head=HeadConfig(dim=16),
     )
-    top = _size(32, 512, 1, 8, 256, 1, 8, 512)  # one block of images is worth 0.02 of R@1 on photos (docs/log.md)
+    top = _size(32, 512, 1, 8, 256, 1, 8, 512)  # one block of images is worth 0.02 of R@1 on photos (research/log.md)
     top = replace(
         top,
         image=replace(top.image, pre_norm=False),

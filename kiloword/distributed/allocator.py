@@ -12,7 +12,7 @@ def keep_freed_memory() -> bool:
     """Let this process keep what it frees, so that the next step finds its memory mapped. Returns: whether it does.
 
     glibc maps each large tensor anew and gives it back when it is freed; the system then clears every page of it once
-    more (docs/bench.md has what that costs). Other C libraries keep their ways, as does a process whose environment
+    more (research/bench.md has what that costs). Other C libraries keep their ways, as does a process whose environment
     sets glibc's by `MALLOC_...` or `GLIBC_TUNABLES`.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):

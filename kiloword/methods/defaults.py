@@ -13,7 +13,7 @@ PHOTOS = AugmentConfig(crop=0.5, flip=0.5)
 TOP_PHOTOS = replace(PHOTOS, drop_patches=0.6)  # above a frozen trunk: stored tokens are augmented by crop and flip
 FEW_PHOTOS = AugmentConfig(crop=0.4, flip=0.5, jitter=0.3, drop_words=0.1)  # thousands of photos, seen dozens of times
 
-GENTLE = 0.1  # of the learning rates of sizes debug and tiny, where trained weights are tuned (docs/log.md)
+GENTLE = 0.1  # of the learning rates of sizes debug and tiny, where trained weights are tuned (research/log.md)
 TUNED = OptimConfig(lr=3e-5, weight_decay=0.1, beta2=0.98, eps=1e-6, clip=1.0, warmup=0.02)  # arXiv:2109.01903
 WHY_TUNED = (
     "the weights are trained already: large steps would undo what they can do, strong augmentation shows images that "

@@ -47,7 +47,7 @@ def orthogonalized(module: nn.Module) -> set[str]:
     An adapter's are not: their product is what changes a layer. Nor are those of a trunk: Muon moves all singular
     values alike, also those that pretraining by AdamW left small (the mismatch of arXiv:2502.16982, section 3.5).
     Above trunks so are first layers of towers and the pooling's: inner layers of a network that begins with the trunk.
-    In a tower without one they are its input and output, which take AdamW (docs/log.md).
+    In a tower without one they are its input and output, which take AdamW (research/log.md).
     """
     towers = [path for path, tower in module.named_modules() if getattr(tower, "trunk", None) is not None]
     first = {f"{path}.{layer}.weight" for path in towers for layer in ("patches", "stem")}

@@ -15,7 +15,7 @@ import pytest
 
 import growth
 
-PAGE = Path(__file__).parents[2] / "docs" / "bench.md"
+PAGE = Path(__file__).parents[2] / "research" / "bench.md"
 
 
 def rows(cost: Callable[[int], float]) -> list[growth.Row]:

@@ -132,12 +132,12 @@ def test_a_plot_shows_intervals_where_they_lie() -> None:
 
 
 def test_the_pages_have_what_the_rows_say() -> None:
-    """docs/results holds the tables and plots of the rows, docs/results.md the effect of every decision."""
-    results, docs = read(ROWS), ROWS.parents[1] / "docs"
-    assert (docs / "results" / "tables.md").read_text(encoding="utf-8") == page(results, read(AGAIN))
+    """research/results holds the tables and plots of the rows, research/results.md the effect of every decision."""
+    results, record = read(ROWS), ROWS.parent
+    assert (record / "results" / "tables.md").read_text(encoding="utf-8") == page(results, read(AGAIN))
     for name, plot in plots(results).items():
-        assert (docs / "results" / name).read_text(encoding="utf-8") == plot
-    verdicts = " ".join((docs / "results.md").read_text(encoding="utf-8").split())
+        assert (record / "results" / name).read_text(encoding="utf-8") == plot
+    verdicts = " ".join((record / "results.md").read_text(encoding="utf-8").split())
     assert [d for one in results for d in one.decisions if str(d.effect) not in verdicts] == []
 
 

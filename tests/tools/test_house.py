@@ -50,7 +50,7 @@ def stored(root: Path) -> dict[str, int]:
 def test_values_fall_and_never_rise(checked: Checked, tmp_path: Path) -> None:
     text = '"""Two\nlines."""\n\n# why\nx = f(1, "a")  # no token\n'
     files = {"cli/a.py": text, "data/b.py": text, "../tests/t.py": "\n" * 8}
-    pages = {"../README.md": "three words here", "../docs/log.md": "not counted", "../docs/results/a.md": "nor this"}
+    pages = {"../README.md": "three words here", "../research/log.md": "not counted"}
     assert checked(files | pages)[0] == 0
     expected = {"package lines": 10, "package code lines": 4, "package tokens": 18, "test lines": 8}
     words = len(TREE.split()) + 3

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SIDE = 2048  # of the matrices whose product is the limit
 LEAST_S = 2.0  # seconds that measurements of each kind take
-SAFE = 0.75  # of the free memory: a process took up to 1.25 times the count, and half a GiB (docs/bench.md)
+SAFE = 0.75  # of the free memory: a process took up to 1.25 times the count, and half a GiB (research/bench.md)
 MOST = 1 << 14  # images that are looked at
 
 

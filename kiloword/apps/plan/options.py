@@ -23,7 +23,7 @@ class Card:
 
 
 CARDS = {
-    # an H200 was measured at 790 TFLOP/s of bf16 products; steps had 0.27 to 0.37 of the data sheet (docs/bench.md)
+    # an H200 was measured at 790 TFLOP/s of bf16 products; steps had 0.27 to 0.37 of the data sheet (research/bench.md)
     "h200": Card(989e12, 67e12, 139 * GIB, 450e9, 50e9),
     "h100": Card(989e12, 67e12, 79 * GIB, 450e9, 50e9),
     "a100-80": Card(312e12, 19.5e12, 79 * GIB, 300e9, 25e9),

@@ -42,7 +42,7 @@ METHODS: dict[str, dict[str, Any]] = {  # and their settings
 DEEP = ("llip", "prolip", "sycoca")  # their learned tokens need blocks; other tops only project the trunks' tokens
 # With the tops below all five methods took 222 s on a CPU with bf16; `train` takes 360 to 685 cpu-s a method.
 STEPS, BATCH = 100, 256
-FAST = 6e-2  # rate of Muon for linear tops (docs/log.md)
+FAST = 6e-2  # rate of Muon for linear tops (research/log.md)
 CAPTIONS, BEST = 3, 3  # of validation photos, as queries; best photos of each method
 FREE = ("a dog that runs through water", "snow and mountains", "two people who talk to each other")  # nobody's captions
 ABOUT = (

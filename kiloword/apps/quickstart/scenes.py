@@ -81,7 +81,7 @@ def recipe(seed: int = 0) -> Recipe:
     """What is trained: every number of the run, in one place.
 
     Images come in fours that share all but shape, sixteen fours a batch: without them shape is not learned in time,
-    and fours leave more to learn besides than the data's groups of eight (docs/log.md).
+    and fours leave more to learn besides than the data's groups of eight (research/log.md).
     Softmax, since general captions (levels 1 and 2) match many scenes of a batch, which a sigmoid loss takes amiss.
     """
     base = default_recipe("clip", "tiny", ("scenes?hard=shape&levels=1:1,2:1,3:6",))

@@ -115,6 +115,6 @@ def test_quickstart_reaches_its_figures(tmp_path: Path) -> None:
         assert metrics["retrieval"][f"{side}_retrieval_recall@5"] >= 0.97
     assert metrics["colour"]["acc1"] >= 0.97
     # Goals of this recipe are count 0.75 and shape 0.60; another processor or number of threads rounds differently, and
-    # the moment at which shape is found moves (docs/bench.md has the spread). These are what no run may fall below.
+    # the moment at which shape is found moves (research/bench.md has the spread). These are what no run may fall below.
     assert metrics["count"]["acc1"] >= 0.68
     assert metrics["shape"]["acc1"] >= 0.30
