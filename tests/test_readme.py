@@ -231,6 +231,16 @@ def test_own_data_is_trained_on_and_the_model_used(place: Path) -> None:
     assert found["model"].score([str(place / "0.png")], ["a thing", "another"]).shape == (1, 2)
 
 
+def test_files_are_trained_on_from_python(place: Path) -> None:
+    code = python("Train in Python")
+    for large, small in (("steps=2000", "steps=1"), ('"tiny"', '"debug"')):
+        assert large in code
+        code = code.replace(large, small)
+    trained: dict[str, Any] = {}
+    exec(code, trained)
+    assert trained["model"].score(["0.png"], ["a dog", "a cat"]).shape == (1, 2)
+
+
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The files of docs/methods.md, for imports here and in processes."""
