@@ -334,7 +334,9 @@ def headings(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "page", [*(ROOT / p for p in SHOWING), ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/[ag]*.md")], ids=lambda p: p.name
+    "page",
+    [*(ROOT / p for p in (*SHOWING, "CONTRIBUTING.md", "docs/change.md")), *ROOT.glob("docs/[ag]*.md")],
+    ids=lambda p: p.name,
 )
 def test_files_and_names_that_it_names_exist(page: Path) -> None:
     """`room/file.py`, `room/file.py:Class.method` and `kiloword.module.name`; rooms of the package need no prefix."""
@@ -370,6 +372,9 @@ def test_folders_of_the_tree_exist() -> None:
         assert (ROOT / word).exists() or (ROOT / "kiloword" / word).exists(), word
     rooms = [path for path in (ROOT / "kiloword").iterdir() if path.is_dir() and path.name != "__pycache__"]
     assert {f"{path.name}/" for path in rooms} <= set(words)
+    picture = (ROOT / "docs" / "assets" / "rooms.svg").read_text()
+    shown = [name for text in re.findall(r">([a-z ·]+)</text>", picture) for name in text.split(" · ")]
+    assert shown[: len(rooms)] == re.findall(r"^  (\w+)/", tree, re.MULTILINE)
 
 
 def test_citation() -> None:
