@@ -1,7 +1,7 @@
 """The slots of a method, and the base classes of what fills them: contrasts, terms, components.
 
 A method never sees a rank, a device, a precision or a micro-batch. A pair loss or contrast sees pairs, gathered over
-ranks; a term sees the local batch of one rank. docs/methods.md has a table of needs and slots, and worked examples.
+ranks; a term sees the local batch of one rank. docs/own-method.md has a table of needs and slots, and examples.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def test_notebooks_are_pages(site: Path) -> None:
     """With their code, a link to the file, and links from other pages."""
     page = (site / "notebooks" / "your_method.html").read_text()
     assert 'href="your_method.ipynb"' in page
-    assert 'href="../methods.html#add-a-method"' in page
+    assert 'href="../own-method.html"' in page
     assert "writefile" in page
     assert 'href="notebooks/your_method.html"' in (site / "tutorials.html").read_text()
 
