@@ -2,7 +2,7 @@
 #   make quickstart   train on drawn scenes, evaluate, write quickstart/report.html
 #   make photos DATA=FOLDER [VAL=FOLDER] [OUT=photos]   five methods on your captioned photos, on pretrained towers
 #                     (KEEP=FILE trains on what a keep-list keeps; BAD_SHARE=0.05 allows as many bad photos)
-#   make demo [MODEL=quickstart/model]   a page that runs the model in a browser, in build/demo (needs npm; docs/demo.md)
+#   make demo [MODEL=quickstart/model]   a page that runs the model in a browser, in build/demo (needs npm; docs/export.md)
 #   make models [MODEL=quickstart/model]   the model with its card, and an archive to attach to a release, in build/models
 #   make figures      the figures of README.md and of the site's start page, from models that it trains (needs Chromium)
 #   make accessibility [PAGES="build/demo site"]   pages against WCAG 2.2 AA, by axe-core (needs npm and Chromium)

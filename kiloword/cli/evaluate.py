@@ -36,7 +36,7 @@ def read(argv: Sequence[str]) -> Any:
     """Read the words of a command line. Raises: ValueError for a task that is unknown, or behind the model."""
     first = argv[0] if argv else ""
     if first == "suite":
-        about = f"{EvaluateSuite.__doc__} Suites: {', '.join(names())}, or a TOML file (docs/suites.md)."
+        about = f"{EvaluateSuite.__doc__} Suites: {', '.join(names())}, or a TOML file (docs/evaluation.md)."
         return tyro.cli(EvaluateSuite, args=argv[1:], prog="kiloword eval suite", description=about)
     if first in TASKS:
         task = TASKS[first]

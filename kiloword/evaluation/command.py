@@ -203,7 +203,7 @@ class EvaluateSuite:
 
 
 def _recorded(one: Evaluation) -> dict[str, Any]:
-    """A data set in the JSON of a suite, whose keys docs/suites.md describes."""
+    """A data set in the JSON of a suite, whose keys docs/evaluation.md describes."""
     record: dict[str, Any] = {"state": one.state, "task": one.task.name, "metric": one.counts, "groups": one.groups}
     record |= {"source": one.source, "values": one.values(), "metrics": one.results}
     record |= {"errors": one.errors} if one.errors else {}
@@ -230,7 +230,7 @@ def data_sets(suite: Suite, root: Path, only: Sequence[str] = ()) -> list[Evalua
     if not root.is_dir() or all(one.source is None for one in every):
         raise ValueError(
             f"--data {root} has none of the {len(every)} data sets of {suite.name}: {every[0].name}, for example, "
-            f"was looked for as {', '.join(every[0].places[:3])}, ... (docs/suites.md)."
+            f"was looked for as {', '.join(every[0].places[:3])}, ... (docs/evaluation.md)."
         )
     return every
 

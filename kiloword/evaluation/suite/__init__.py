@@ -1,6 +1,6 @@
 """Suites: lists of data sets, each with its task, options and the metric that counts. No torch: help is instant.
 
-A suite is a TOML file, one of those in this folder or a user's own; `docs/suites.md` describes the keys.
+A suite is a TOML file, one of those in this folder or a user's own; `docs/evaluation.md` describes the keys.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The examples of docs/tables.md run as they stand there."""
+"""The examples of docs/export.md run as they stand there."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kiloword.apps.search.library import Library
 from kiloword.apps.search.rank import by_text
 from photo_folders import photos_in
 
-PAGE = Path(__file__).parents[3] / "docs" / "tables.md"
+PAGE = Path(__file__).parents[3] / "docs" / "export.md"
 
 
 def example(heading: str) -> dict[str, Any]:
     """What the code below a heading defines."""
-    code = re.search(rf"^## {heading}$.*?^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    code = re.search(rf"^### {heading}$.*?^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert code is not None
     defined: dict[str, Any] = {"__name__": "example"}
     exec(code[1], defined)
