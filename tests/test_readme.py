@@ -21,7 +21,7 @@ import kiloword
 from kiloword.cli.main import main
 from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives
-from kiloword.methods.registry import names, preset
+from kiloword.methods.registry import components, names, preset
 from kiloword.models.build import build
 from kiloword.training.resolve import micro_batches
 from kiloword.training.step import Learner, backward
@@ -310,8 +310,12 @@ def test_gaussians_of_texts(place: Path) -> None:
 
 
 def test_table_of_presets_is_true() -> None:
-    table = README.split("## Methods\n")[1].split("\n## ")[0]
-    assert sorted(re.findall(r"^\| `([\w+-]+)` \|", table, re.MULTILINE)) == names()
+    page = (ROOT / "docs" / "methods.md").read_text()
+    for heading in ("## Presets\n", "### What fills their slots\n"):
+        table = page.split(heading)[1].split("\n#")[0]
+        assert sorted(re.findall(r"^\| `([\w+-]+)` \|", table, re.MULTILINE)) == names()
+    listed = re.findall(r"`\+([\w-]+)`", page.split("## Components\n")[1].split("\n#")[0])
+    assert sorted(listed) == sorted(components())
 
 
 def test_the_readme_is_short() -> None:

@@ -1,6 +1,6 @@
 """Text crops: parts of images and captions predict what averaged towers see in the whole of both. Source: COSMOS.
 
-arXiv:2412.01814, and its published code; docs/methods.md says what differs.
+arXiv:2412.01814, and its published code; research/differences.md says what differs.
 """
 
 from __future__ import annotations
