@@ -1,4 +1,4 @@
-"""Several models as one: the mean of their scores (docs/towers.md, "Figures").
+"""Several models as one: the mean of their scores (research/bench.md, "Tops on frozen towers").
 
 `python -m research.together runs/0/model runs/1/model runs/2/model --data flickr8k_224/dev` prints the recalls of each
 and of all together. They may be of any methods; scores of different scales have different weights in the mean.
