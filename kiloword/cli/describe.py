@@ -28,7 +28,7 @@ from kiloword.terminal.screen import say_table
 
 @dataclass(frozen=True)
 class Methods:
-    """List the methods, their components, and components to mix in."""
+    """List the methods, and the components that other methods can take."""
 
     def run(self) -> None:
         """Print two tables."""

@@ -17,21 +17,22 @@ from kiloword.terminal import say
 
 @dataclass(frozen=True, kw_only=True)
 class Caption(Execution):
-    """Write captions for images, into a table for `train --extra-captions`; the same command again resumes.
+    """Write captions for images to a table, for `train --extra-captions`. The same command again resumes.
 
     Examples:
       kiloword caption runs/coca/model --data photos/train --out captions.parquet --num 5
       kiloword caption hf:blip --data photos/train --out captions.parquet --num 5
     """
 
-    # folder of coca, sycoca or any with +caption; open_clip:coca_NAME:FILE; or hf:FOLDER (BLIP, GIT, others)
+    # model with a text decoder: folder of coca, sycoca or METHOD+caption; open_clip:coca_NAME:FILE; hf:FOLDER (BLIP,
+    # GIT, others)
     model: Positional[str]
     # tars, a table, a folder of images or scenes, as for `kiloword train`; images need no captions
     data: tuple[str, ...]
     out: Path  # parquet table (key, captions, scores)
     options: Flat[GenerationOptions] = field(default_factory=GenerationOptions)
     batch: int = 16  # images in a batch
-    # method of the model, instead of that in its config.json: a preset, or your own module:preset
+    # method to use in place of the one in config.json: a preset, or your own module:preset
     model_method: str | None = None
     trust_code: bool = False  # import the module named in config.json; only for models that you trust
 

@@ -22,11 +22,11 @@ class Import:
     """
 
     format: Positional[Literal["open_clip", "prolip"]]  # format of the weights
-    # open_clip: its name of the model, and a .safetensors or .pt file (read with weights_only); prolip: the file, with
-    # config.json and tokenizer.json in the same folder
+    # open_clip: open_clip's name of the model, then a .safetensors or .pt file (read with weights_only); prolip: the
+    # file, with config.json and tokenizer.json in the same folder
     weights: Some[str]
     out: Path  # model folder to write
-    # open_clip: tag of published weights, such as openai or dfn5b, which says preprocessing and activation
+    # open_clip: tag of published weights, such as openai or dfn5b, which decides preprocessing and activation
     tag: str = ""
 
     def run(self) -> None:
@@ -49,11 +49,11 @@ class Import:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Write a model for another library, and compare both.
+    """Export a model to another library, and compare both.
 
-    open_clip and transformers take CLIP's and SigLIP's architectures, sentence-transformers CLIP's. onnx and torch
-    take most others, too: an image and a text graph for batches of any size. safetensors: the weights of any model.
-    The export is loaded as its library loads it; features that differ by more than 1e-4 are refused.
+    open_clip and transformers take the architectures of CLIP and SigLIP; sentence-transformers takes CLIP alone. onnx
+    and torch take most other models too, as an image graph and a text graph for batches of any size. safetensors takes
+    the weights of any model. The export is loaded by its library, and refused if a feature differs by more than 1e-4.
 
     Examples:
       kiloword export open_clip runs/clip/model --out exported
@@ -63,7 +63,8 @@ class Export:
     target: Positional[Literal["open_clip", "transformers", "onnx", "sentence-transformers", "torch", "safetensors"]]
     model: Positional[str]  # model folder, run folder, or a model of another library (open_clip:NAME:FILE, hf:FOLDER)
     out: Path  # new folder for the export and its model card, README.md
-    # of the weights of onnx; int8: quantised dynamically. Differences of fp16 and int8 are only printed
+    # precision of the weights, for onnx alone; int8: quantised dynamically. With fp16 and int8, differences are
+    # printed and not refused
     precision: Literal["fp32", "fp16", "int8"] = "fp32"
     trust: Flat[Trust] = NONE
 
@@ -78,17 +79,18 @@ class Export:
 class Push:
     """Upload a model with its card to the Hugging Face hub.
 
-    Prints which files go, and their sizes; they go in one commit. No other verb uploads a model or data. Log in by
-    `hf auth login` or HF_TOKEN. kiloword.load("hf-hub:me/my-clip") reads it back.
+    It prints the files and their sizes, and uploads them in one commit. No other verb uploads a model or data. Log in
+    by `hf auth login` or HF_TOKEN. kiloword.load("hf-hub:me/my-clip") reads the model back.
 
     Examples:
       kiloword push runs/clip me/my-clip
     """
 
-    model: Positional[str]  # model folder, run folder (its model alone goes), or a folder that kiloword export wrote
+    # model folder, run folder (only its model is uploaded), or a folder that kiloword export wrote
+    model: Positional[str]
     repository: Positional[str]  # ORG/NAME on the hub, created where it is missing
-    private: bool = False  # create it private; a repository that exists and is public is refused
-    message: str = ""  # of the commit
+    private: bool = False  # create a private repository; an existing public one is refused
+    message: str = ""  # message of the commit
 
     def run(self) -> None:
         """Upload. Raises: ValueError for what is no model, and for what the hub refuses."""
@@ -101,14 +103,15 @@ class Push:
 class Average:
     """Average the weights of models.
 
-    With the model that a run started from, it keeps what the start could do (WiSE-FT). Several get equal shares.
+    Without --alpha, all models get equal shares. Average a tuned model with its start to keep what the start could do
+    (WiSE-FT).
 
     Examples:
       kiloword average models/b32 runs/tuned/model --alpha 0.5 --out runs/average
     """
 
-    # model folders of one method, shape and tokenizer, or models of other libraries as --init of train takes them; of
-    # two, the first is the start
+    # models with one method, shape and tokenizer: model folders, or models of other libraries as for --init of train;
+    # of two models, the first is the start
     models: Some[str]
     out: Path  # model folder to write
     alpha: float | None = None  # share of the second of two models, from 0 to 1; default: equal shares

@@ -29,42 +29,42 @@ whose flags tyro reads, or of a function that reads the words and returns such a
 VERBS: dict[str, dict[str, Place]] = {
     "Train": {
         "train": ("kiloword.training.command:read", "Train a model; the same command again resumes."),
-        "sweep": ("kiloword.apps.sweep.command:read", "Train over varied settings and seeds, and compare."),
-        "plan": ("kiloword.apps.plan.command:read", "Estimate memory, time and traffic of a run."),
+        "sweep": ("kiloword.apps.sweep.command:read", "Train with several settings and seeds, and compare."),
+        "plan": ("kiloword.apps.plan.command:read", "Estimate memory, time and network traffic of a run."),
         "verify": ("kiloword.verify.command:read", "Check the gradients of a method."),
-        "watch": ("kiloword.runs.watch:Watch", "Follow the last rows and the alerts of runs."),
-        "compare": ("kiloword.runs.compare:Compare", "Compare runs, over seeds where they differ in nothing else."),
+        "watch": ("kiloword.runs.watch:Watch", "Show the progress and the alerts of runs."),
+        "compare": ("kiloword.runs.compare:Compare", "Compare the settings and metrics of runs."),
         "average": ("kiloword.cli.exchange:Average", "Average the weights of models."),
     },
     "Evaluate and use": {
-        "eval": ("kiloword.cli.evaluate:read", "Evaluate models by a task, or by a suite of data sets."),
+        "eval": ("kiloword.cli.evaluate:read", "Evaluate models on a task, or on a suite of data sets."),
         "score": ("kiloword.cli.score:Score", "Score images against texts, and show where the model looks."),
-        "classify": ("kiloword.cli.score:Classify", "Classify images into classes that are named in words."),
+        "classify": ("kiloword.cli.score:Classify", "Classify images by the names of classes."),
         "caption": ("kiloword.cli.embed:Caption", "Write captions for images."),
         "embed": ("kiloword.stores.command:Embed", "Precompute the features or tokens of a data set."),
-        "index": ("kiloword.apps.search.command:Index", "Make or update a library of photos to search in."),
+        "index": ("kiloword.apps.search.command:Index", "Make or update a library of photos, for search and serve."),
         "search": ("kiloword.apps.search.command:Search", "Search photos by words or by a photo."),
         "serve": ("kiloword.apps.search.command:Serve", "Search photos in a browser."),
     },
     "Data": {
         "data": ("kiloword.cli.data:Data", "Inspect a data set before training."),
         "audit": ("kiloword.apps.audit.command:Audit", "Find pairs that do not match, duplicates and wrong labels."),
-        "mine": ("kiloword.apps.mine.command:Mine", "Mine captions that match other images."),
+        "mine": ("kiloword.apps.mine.command:Mine", "Find captions that match further images."),
     },
     "Exchange": {
         "import": ("kiloword.cli.exchange:Import", "Import weights of another library."),
-        "export": ("kiloword.cli.exchange:Export", "Write a model for another library, and compare both."),
+        "export": ("kiloword.cli.exchange:Export", "Export a model to another library, and compare both."),
         "push": ("kiloword.cli.exchange:Push", "Upload a model with its card to the Hugging Face hub."),
     },
     "Look up": {
         "quickstart": (
             "kiloword.apps.quickstart.command:Quickstart",
-            "Train on scenes or on your photos, evaluate, write a report.",
+            "Train on drawn scenes or on your photos, and write a report.",
         ),
         "methods": ("kiloword.cli.describe:Methods", "List the methods and their components."),
         "recipes": ("kiloword.methods.recipes:Recipes", "List the recipes of papers, or show one with its sources."),
         "sizes": ("kiloword.cli.describe:Sizes", "List the named sizes of towers."),
-        "bench": ("kiloword.apps.plan.command:Bench", "Measure this machine."),
+        "bench": ("kiloword.apps.plan.command:Bench", "Measure the speed and memory of this machine."),
         "doctor": ("kiloword.cli.describe:Doctor", "Show versions, devices, extras and threads of this machine."),
     },
 }
@@ -149,7 +149,7 @@ def _list_verbs() -> None:
     say("usage: kiloword VERB ..., and kiloword VERB --help", "")
     for group, verbs in VERBS.items():
         say(group, *(f"  {name:11} {line}" for name, (_, line) in verbs.items()), "")
-    say("Completion of verbs and flags by a shell: kiloword --completion bash, or zsh.")
+    say("Shell completion: kiloword --completion bash, zsh, tcsh or fish prints a script.")
 
 
 def _print_completion(shells: Sequence[str]) -> None:

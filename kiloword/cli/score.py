@@ -37,13 +37,13 @@ class Score(Device):
     images: tuple[Path, ...]  # image files, or folders with subfolders
     texts: tuple[str, ...]  # texts to score
     explain: Path | None = None  # folder for a page of each image, IMAGE.html: where texts look, what decoders do
-    # with explain, what to draw instead of everything: maps (attention of each text), and for decoders words (attention
-    # of the text decoder for each word), gradcam (of its first layer) and reconstruction (masked patches as the image
-    # decoder reconstructs them)
+    # with explain, draw only some of: maps (attention of each text); of models with decoders, words (attention of the
+    # text decoder for each word), gradcam (of its first layer), reconstruction (masked patches as the image decoder
+    # reconstructs them)
     explain_what: tuple[Drawing, ...] = ()
     plane: Path | None = None  # write a page with the images and texts in a plane, Gaussians as ellipses, to this file
     beside: tuple[str, ...] = ()  # with plane, further model folders, such as one without Gaussians
-    # in place of the model's score: cosine of the features, or csd (1 - CSD / 2 of Gaussians)
+    # score to use in place of the model's own: cosine of the features, or csd (1 - CSD / 2 of Gaussians)
     nearest: Literal["cosine", "csd"] | None = None
     trust: Flat[Trust] = NONE
 
@@ -92,7 +92,7 @@ def loaded(model: str, where: Device, trust: Trust) -> Matcher:
 
 @dataclass(frozen=True, kw_only=True)
 class Classify(Device):
-    """Classify images into classes that are named in words.
+    """Classify images by the names of classes.
 
     Examples:
       kiloword classify MODEL --images photos --classes dog cat bird
@@ -101,9 +101,9 @@ class Classify(Device):
 
     model: Positional[str]  # model folder
     images: tuple[Path, ...]  # image files, or folders with subfolders; what cannot be read is named and skipped
-    # names of classes; or a file of names (a line each, or JSON), or a data set (`kiloword data names`)
+    # names of classes, a file of names (one per line, or JSON), or a known data set (`kiloword data names`)
     classes: tuple[str, ...]
-    templates: tuple[str, ...] = ("a photo of a {c}.",)  # prompts with {c} for the class; or a file, or a data set
+    templates: tuple[str, ...] = ("a photo of a {c}.",)  # prompts with {c} for the class, a file, or a known data set
     top: int = 3  # number of classes shown of each image
     json: Path | None = None  # write the classes of all images to this file
     batch: int | None = None  # images in a batch; default: what fits into memory

@@ -33,4 +33,4 @@ class Execution(Device):
     """How a model is fed."""
 
     batch: int = 64  # images in a batch
-    workers: int | Literal["auto"] = "auto"  # loader processes; auto: none on a CPU, on CUDA the cores but two
+    workers: int | Literal["auto"] = "auto"  # loader processes; auto: none on a CPU, on CUDA all cores except two

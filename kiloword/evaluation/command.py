@@ -42,8 +42,9 @@ class Execution(common.Execution):
     """How a model is opened and fed: flags of every task."""
 
     batch: int = 256  # images in a batch
-    image_features: tuple[str, ...] = ()  # tokens of the images (`kiloword embed --tokens`): retrieval, zeroshot
-    text_features: tuple[str, ...] = ()  # tokens of the captions: retrieval
+    # precomputed tokens of the images (`kiloword embed --tokens`), for retrieval and zeroshot
+    image_features: tuple[str, ...] = ()
+    text_features: tuple[str, ...] = ()  # precomputed tokens of the captions, for retrieval
     dim: int | None = None  # evaluate the first N numbers of the embedding, normalised again; default: all
     trust: Flat[Trust] = NONE  # --method is of the first model, and of others where it is the same
 
@@ -141,8 +142,8 @@ class EvaluateSuite:
     models: Annotated[common.Some[str], arg(metavar=MODELS)]  # model folders
     data: Annotated[Path, arg(metavar="ROOT")]  # the folder that holds the data sets
     only: tuple[str, ...] = ()  # names of data sets or groups; default: all
-    dry_run: bool = False  # say what would be evaluated, and what --out has already
-    out: Path | None = None  # folder of finished data sets: the same command again continues there
+    dry_run: bool = False  # print what would be evaluated, and what --out already has
+    out: Path | None = None  # folder for the results; the same command again continues there
     json: Path | None = None  # write all metrics to this file
     csv: Path | None = None  # write the table to this file
     html: Path | None = None  # write a page

@@ -26,7 +26,7 @@ class Recipes:
       kiloword recipes show llip-b32
     """
 
-    what: Positional[Literal["list", "show"]] = "list"  # list, or show with a name
+    what: Positional[Literal["list", "show"]] = "list"  # list all, or show one with its name
     name: Positional[str] = ""  # recipe to show
     json: Path | None = None  # write the table to this file
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Trust:
     """The user's decision about code that a model folder needs."""
 
-    # method of the model, instead of that in its config.json: a preset, or your own module:preset
+    # method to use in place of the one in config.json: a preset, or your own module:preset
     method: str | None = None
     trust_code: bool = False  # import the module named in config.json; only for models that you trust
     named: Annotated[str | None, Suppress] = None  # by the user for another purpose; its module may be imported too

@@ -29,7 +29,7 @@ INTRO = (
 
 @dataclass(frozen=True, kw_only=True)
 class Compare:
-    """Compare runs, over seeds where they differ in nothing else.
+    """Compare the settings and metrics of runs. Runs that differ only in their seed are averaged.
 
     Examples:
       kiloword compare runs/a runs/b --html compare.html
@@ -37,7 +37,7 @@ class Compare:
     """
 
     runs: Some[Path]  # folders of runs (--out of train), or folders that contain runs
-    json: Path | None = None  # write settings that differ and metrics to this file
+    json: Path | None = None  # write the metrics and the settings that differ to this file
     html: Path | None = None  # write a page with tables and curves
 
     def run(self) -> None:

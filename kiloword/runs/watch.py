@@ -19,13 +19,14 @@ SHOWN = ("loss", "lr", "epoch", "pairs_per_s", "data_wait", "memory", "skipped",
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """Follow the last rows and the alerts of runs until they end.
+    """Show the progress and the alerts of runs until they end.
 
-    Example: kiloword watch runs/first
+    Examples:
+      kiloword watch runs/first
     """
 
     runs: Some[Path]  # folders of runs (--out of train), or folders that contain runs
-    once: bool = False  # print how the runs are now and exit, as when the output is not a terminal
+    once: bool = False  # print the state of the runs once and exit; always so where the output is not a terminal
 
     def run(self) -> None:
         """Raises: ValueError for paths without runs."""

@@ -14,7 +14,7 @@ from kiloword.stores.options import EmbedOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Embed(EmbedOptions):
-    """Precompute the features of a data set; the same command again resumes.
+    """Precompute the features or tokens of a data set. The same command again resumes.
 
     Examples:
       kiloword embed runs/first/model --data photos/train --out features

@@ -13,9 +13,9 @@ from kiloword.terminal import say
 
 @dataclass(frozen=True, kw_only=True)
 class Verify(BaseSettings):
-    """Check a method's gradients: that they are right, and do not depend on ranks, micro-batches, blocks or order.
+    """Check that a method's gradients are right, and do not depend on ranks, micro-batches, blocks or order.
 
-    It takes half a minute to some minutes, by the method.
+    This takes from half a minute to a few minutes, depending on the method.
 
     Examples:
       kiloword verify llip
@@ -27,7 +27,7 @@ class Verify(BaseSettings):
 
     ranks: tuple[Literal[1, 2, 4], ...] = setting((1, 2, 4), "numbers of processes to compare")
     trunks: Literal["none", "cached", "frozen", "tuned"] = setting(
-        "none", "towers on trunks of other libraries, with random weights: frozen, tuned, or their tokens cached"
+        "none", "put the towers on trunks of other libraries with random weights: frozen, tuned, or with cached tokens"
     )
 
 

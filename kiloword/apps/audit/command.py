@@ -17,7 +17,7 @@ EXECUTION = Execution()
 class Audit:
     """Find pairs that do not match, duplicates and wrong labels.
 
-    Any model serves, also one that was trained on the same data, or features that are precomputed (`kiloword embed`).
+    Give any model, even one that was trained on this data, or precomputed features (`kiloword embed`).
 
     Examples:
       kiloword audit photos/train --model runs/first/model
@@ -30,7 +30,7 @@ class Audit:
     extra_captions: tuple[str, ...] = ()  # parquet tables (key, captions); their captions are audited too
     features: Path | None = None  # feature store of the data, in place of the model; labels are not judged
     target_precision: float = setting(
-        0.8, "estimated share of right ones among the pairs that are said not to match", ABOVE_0, 1
+        0.8, "share of true mismatches, by estimate, among the pairs that are reported as mismatches", ABOVE_0, 1
     )
     drop: tuple[Kind, ...] = ("mismatch", "unreadable")  # findings that the keep-list omits
     execution: Flat[Execution] = EXECUTION

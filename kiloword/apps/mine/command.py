@@ -11,7 +11,7 @@ from kiloword.config.settings import ABOVE_0, BELOW_1, check, setting
 
 @dataclass(frozen=True, kw_only=True)
 class Mine:
-    """Mine captions that match other images.
+    """Find captions that match further images, by the features of a teacher.
 
     Writes OUT/report.html, pairs.parquet and mine.json.
 
@@ -22,16 +22,16 @@ class Mine:
     data: Some[str]  # tars, a table, a folder of images or scenes, as for `kiloword train`
     features: Path  # feature store of a teacher for the data (`kiloword embed`)
     out: Path  # folder for report, pairs and figures
-    p1: float | None = None  # a pair matches if the cosine of image and caption is larger; the paper: 0.27
-    p2: float | None = None  # or if the cosine of the image and the caption's image is larger; the paper: 0.92
-    # or if the mean cosine of the caption and the image's captions is larger (the paper: 0.99), and p1-text holds
+    p1: float | None = None  # a pair matches if the cosine of image and caption is above this; the paper: 0.27
+    p2: float | None = None  # or if the cosine of the image and the caption's own image is above this; the paper: 0.92
+    # or if the mean cosine of the caption and the image's captions is above this, and p1-text holds; the paper: 0.99
     p3: float | None = None
-    p1_text: float | None = None  # with p3: the cosine of image and caption is larger; the paper: 0.24
-    calibrate: bool = False  # fit unspecified thresholds to the teacher, and print the flags for training
+    p1_text: float | None = None  # with p3: the cosine of image and caption is above this; the paper: 0.24
+    calibrate: bool = False  # fit the thresholds that are not given to the teacher, and print the flags for training
     false_rate: float = setting(
-        1e-4, "with calibrate: largest share of random pairs that p1, p2 and p3 each accept", ABOVE_0, BELOW_1
+        1e-4, "with calibrate: largest share of random pairs that each of p1, p2 and p3 may accept", ABOVE_0, BELOW_1
     )
-    batch: int = setting(1024, "images per random batch in which the true caption is ranked", 2)
+    batch: int = setting(1024, "number of images in the random batches in which the true caption is ranked", 2)
     most: int = setting(20, "mined pairs per image in pairs.parquet, best first; all are counted", 1)
     extra_captions: tuple[Path, ...] = ()  # parquet tables (key, captions), compared with the original captions
     device: str = "auto"  # auto, cpu, cuda, cuda:N

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,8 +32,9 @@ def read(argv: Sequence[str]) -> Planned:
     words = method_words(argv, "plan siglip --samples 1e9")
     facts = {name: fact.value for name, fact in words.recipe.facts.items()} if words.recipe else {}
     default = Plan(**{name: facts[name] for name in ("gpus", "gpu", "captions") if name in facts})
+    prog, about = "kiloword plan METHOD", inspect.cleandoc(Plan.__doc__ or "")
     plan, flags = tyro.cli(
-        Plan, args=words.flags, default=default, prog="kiloword plan METHOD", return_unknown_args=True
+        Plan, prog=prog, description=about, args=words.flags, default=default, return_unknown_args=True
     )
     check(plan)
     towers = any(words.first(flag) for flag in ("--image-tower", "--text-tower"))
@@ -71,13 +73,13 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench(Device):
-    """Measure this machine: matrix products, a training step, and the batch that its memory holds.
+    """Measure this machine: a matrix product, a training step, and the largest batch that fits into memory.
 
     Examples:
       kiloword bench siglip --size b32
     """
 
-    method: Positional[str] = "siglip"  # the method whose step is measured, with fresh weights, on noise
+    method: Positional[str] = "siglip"  # method whose step is measured, with new weights and random images
     size: str = "tiny"  # size of the towers
     batch: int = setting(32, "number of images in a step", 1)
     json: Path | None = None  # write the figures to this file

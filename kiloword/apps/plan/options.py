@@ -35,9 +35,10 @@ CARDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(BaseSettings):
-    """Memory, time and traffic of a run before machines are rented, and which layouts fit.
+    """Estimate the memory, time and network traffic of a run, and list the layouts that fit.
 
-    Flags of `kiloword train` say what the run is: --size (default: b16), --batch (1024), --recipe, --settings.NAME.
+    plan takes flags of `kiloword train` too, such as --recipe and --settings.NAME. By default --size is b16 and --batch
+    1024.
 
     Examples:
       kiloword plan siglip --size b16 --gpus 8 --batch 8192 --samples 1e9 --gpu h100
@@ -49,19 +50,19 @@ class Plan(BaseSettings):
 
     gpus: int = setting(1, "number of GPUs", 1)
     samples: float | None = setting(None, "images seen in training, such as 12.8e9; or give --steps", 1)
-    gpu: Literal["h200", "h100", "a100-80", "a100-40", "4090", "cpu"] = setting("h200", "the data sheet")
-    flops: float | None = setting(None, "TFLOP/s of one GPU in --precision, instead of the data sheet's", ABOVE_0)
+    gpu: Literal["h200", "h100", "a100-80", "a100-40", "4090", "cpu"] = setting("h200", "GPU whose data sheet counts")
+    flops: float | None = setting(None, "TFLOP/s of one GPU in --precision, in place of the data sheet", ABOVE_0)
     memory: float | None = setting(None, "memory of one GPU in GiB", ABOVE_0)
-    bandwidth: float | None = setting(None, "GB/s that one GPU sends to others", ABOVE_0)
+    bandwidth: float | None = setting(None, "GB/s that one GPU sends to other GPUs", ABOVE_0)
     utilisation: float = setting(
-        0.32, "share of these FLOP/s that is reached: an H200 reached 0.27 (b32) to 0.37 (l14)", ABOVE_0, 1
+        0.32, "share of these FLOP/s that the run reaches; an H200 reached 0.27 (b32) to 0.37 (l14)", ABOVE_0, 1
     )
     parallel: Literal["auto", "ddp", "fsdp"] = setting(
         "auto", "ddp: replicated weights; fsdp: sharded; auto: the fastest that fits"
     )
     checkpointing: Literal["auto", "none", "whole", "selective"] = setting("auto", "as in `train`; auto: the fastest")
     tokens: float = setting(20.0, "mean number of tokens of a caption, start and end included", 1)
-    captions: int = setting(0, "captions per image; 0: one, or six if the method takes all", 0)
+    captions: int = setting(0, "captions per image; 0: six if the method takes all captions, else one", 0)
     json: Path | None = setting(None, "write all figures to this file")
 
     def card(self, flops: str) -> Card:

@@ -15,14 +15,16 @@ OF_PHOTOS = ("data", "val", "image-tower", "text-tower", "views", "keep", "bad-s
 
 @dataclass(frozen=True, kw_only=True)
 class Quickstart:
-    """Train on scenes, evaluate, write DIR/report.html. Takes 4 minutes on 2 CPU cores, 30 without bf16.
+    """Train on drawn scenes or on your photos, evaluate, and write OUT/report.html.
+
+    Scenes take 4 minutes on 2 CPU cores, and 30 minutes where the CPU lacks bf16.
 
     Examples:
       kiloword quickstart --out quickstart
       kiloword quickstart photos --data photos/train
     """
 
-    on: Positional[Literal["scenes", "photos"]] = "scenes"  # scenes, or photos: your own, with captions
+    on: Positional[Literal["scenes", "photos"]] = "scenes"  # scenes: drawn ones; photos: your own, with captions
     data: tuple[str, ...] = ()  # photos: tars, a table or a folder of images with captions, as for `kiloword train`
     val: tuple[str, ...] = ()  # photos to test on; default: a tenth of --data, held out by key
     # folder of the run and its report, by default quickstart or photos; the same command again resumes
@@ -31,7 +33,7 @@ class Quickstart:
     seed: int = 0  # seed of the run
     image_tower: str = "efficientnet-lite0"  # photos: frozen image tower, as for `kiloword train`
     text_tower: str = "minilm"  # photos: frozen text tower, as for `kiloword train`
-    views: int = setting(2, "photos: augmented views of each photo whose tokens are stored; 1: not augmented", 1)
+    views: int = setting(2, "photos: augmented views of each photo whose tokens are stored; 1: no augmentation", 1)
     keep: tuple[str, ...] = ()  # photos: keep-lists of `kiloword audit`: train on the pairs that they keep
     bad_share: float = setting(0.01, "photos: stop when a larger share of the rows is bad", 0, 1)
 

@@ -19,9 +19,9 @@ from kiloword.terminal import say, warn
 
 @dataclass(frozen=True, kw_only=True)
 class Index(Execution):
-    """Make or update a library of photos to search in.
+    """Make or update a library of photos, for search and serve.
 
-    The same command again encodes photos that are new or changed, forgets those that were deleted, and resumes.
+    The same command again encodes new and changed photos, and forgets deleted ones. After an interruption it resumes.
 
     Examples:
       kiloword index photos --model runs/first/model --out library
@@ -29,10 +29,10 @@ class Index(Execution):
 
     photos: Positional[Path]  # folder of photos, with its subfolders; captions are not needed
     out: Path  # folder of the library
-    model: str | None = None  # model folder; default: that of the library
+    model: str | None = None  # model folder; default: the model of the library
     trust: Flat[Trust] = NONE  # code that the model folder may run
     dim: int | None = None  # keep the first N numbers of the vectors, normalised again; default: all
-    forget: bool = False  # forget photos that are not in the folder now, also where most are
+    forget: bool = False  # forget photos that are no longer in the folder, even if these are most of the library
 
     def run(self) -> None:
         """Run and print `kiloword index`. Raises: ValueError for options that do not fit the library."""
@@ -54,10 +54,10 @@ class Search(Device):
     query: Positional[str | None] = None  # what the photos should show
     like: Path | None = None  # photo, in place of the query
     top: int = 10  # number of photos
-    within: str = ""  # part of the path that the photos must have, such as a folder
+    within: str = ""  # text that the paths of the photos must contain, such as a folder
     json: Path | None = None  # write the results to this file
     page: Path | None = None  # write a page with the photos to this file
-    model: str | None = None  # model folder, where it is no longer where the library was made
+    model: str | None = None  # model folder, if it has moved since the library was made
     trust: Flat[Trust] = NONE  # code that the model folder may run
 
     def run(self) -> None:
@@ -117,9 +117,9 @@ class Serve(Device):
     """
 
     library: Positional[Path]  # folder that `kiloword index` wrote
-    host: str = "127.0.0.1"  # address to listen on; the default is reached from this machine alone
-    port: int = 8321  # its port; 0: any free one
-    model: str | None = None  # model folder, where it is no longer where the library was made
+    host: str = "127.0.0.1"  # address to listen on; only this machine reaches the default
+    port: int = 8321  # port to listen on; 0: any free port
+    model: str | None = None  # model folder, if it has moved since the library was made
     trust: Flat[Trust] = NONE  # code that the model folder may run
 
     def run(self) -> None:

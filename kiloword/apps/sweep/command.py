@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import re
 import shlex
@@ -31,28 +32,31 @@ eval; once it has run metrics or error."""
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(BaseSettings):
-    """Train once for every combination of values and every seed, then print a table: mean and standard deviation.
+    """Train once for every combination of values and every seed, and print means and standard deviations.
 
-    All flags of `kiloword train` are taken, too (kiloword train METHOD --help). The same command again resumes.
+    sweep takes all flags of `kiloword train` too (kiloword train METHOD --help). The same command again resumes.
 
     Examples:
       kiloword sweep llip --vary settings.k=1,16,32,64 --seeds 3 --data scenes --eval retrieval=scenes:test --out runs/k
       kiloword sweep clip-c --vary settings.rho=0.15,0.3 optim.lr=5e-4,1e-3 --data photos/train --out runs/rho
     """
 
-    vary: tuple[str, ...] = setting((), "SETTING=VALUE,VALUE,...; several settings: every combination of their values")
+    vary: tuple[str, ...] = setting((), "SETTING=VALUE,VALUE,...; of several settings, every combination of values")
     seeds: int = setting(1, "number of seeds, counted from --seed", 1, 1000)
     eval: tuple[str, ...] = setting((), "data sets to evaluate each model on: SRC or TASK=SRC, as --val of train")
     metric: tuple[str, ...] = setting((), "metrics to print and plot; default: the main ones")
-    out: Path = setting(tyro.MISSING, "folder of the arms, sweep.json and sweep.html")
-    dry_run: bool = setting(False, "list the arms and their commands, and stop")
+    out: Path = setting(tyro.MISSING, "folder for the runs, sweep.json and sweep.html")
+    dry_run: bool = setting(False, "print the commands of the runs, and stop")
 
 
 def read(argv: Sequence[str]) -> Sweep:
     """Read the words of a command line: the flags that are not the sweep's own are those of `train`."""
     if not values_of(argv, "--out") and not {"-h", "--help"}.intersection(argv):
         raise ValueError("sweep needs --out, the folder of the arms.")
-    options, words = tyro.cli(SweepOptions, args=argv, prog="kiloword sweep METHOD", return_unknown_args=True)
+    about = inspect.cleandoc(SweepOptions.__doc__ or "")
+    options, words = tyro.cli(
+        SweepOptions, args=argv, prog="kiloword sweep METHOD", description=about, return_unknown_args=True
+    )
     check(options)
     return Sweep(options, words)
 
