@@ -61,7 +61,8 @@ def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = 
         _print(found, names)
     say(*left_out(found.bad, _SHOWN).lines())
     bad = f"{len(found.bad):,} of {found.rows:,} samples are bad ({len(found.bad) / found.rows:.2%})"
-    say(bad if found.bad else "all samples are good")
+    if what == "check" or found.bad:
+        say(bad if found.bad else "all samples are good")
     if what == "check":
         return len(found.bad)
     say("Only headers of images were read: `kiloword data check` decodes them, and names those that are cut.")

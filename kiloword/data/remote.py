@@ -13,7 +13,6 @@ import netrc
 import os
 import queue
 import re
-import shutil
 import threading
 import time
 import urllib.error
@@ -37,6 +36,7 @@ from kiloword.types import Source
 VARIABLE = "KILOWORD_REMOTE"
 _SETTING = re.compile(r"(limit|retries|timeout|backoff|ahead)=(\d[\d.e]*)([kmgt]?)b?")
 THREADS = 4  # files that a process fetches at once
+_SLOW = 1000  # bytes a second, below which a download is given up
 _AT_ONCE = 1 << 20  # bytes that are read at once
 _LONGEST, _LONGEST_WAIT = 60.0, 120.0  # seconds: between attempts, as a server asks
 _IDLE = 600.0  # seconds after which a part is that of a killed process
@@ -187,7 +187,12 @@ def _fetch(address: Address, part: Path, size: int) -> None:
             if length != str(size):
                 said = f"the server says that it has {length or 'some'} bytes, not {size:,} as in the index"
                 raise ConnectionError(said)
-            shutil.copyfileobj(body, file, _AT_ONCE)
+            start, read = time.monotonic(), getattr(body, "read1", body.read)
+            while chunk := read(_AT_ONCE):
+                file.write(chunk)
+                elapsed = time.monotonic() - start
+                if elapsed > settings().timeout and file.tell() < _SLOW * elapsed:
+                    raise ConnectionError(f"slower than {_SLOW:,} bytes a second")
         if file.tell() != size:
             raise ConnectionError(f"{file.tell():,} bytes came, not {size:,}")
 

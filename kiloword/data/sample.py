@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import io
 import json
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,10 @@ def check_regular(path: Path) -> None:
 
 def read_whole(path: Path, what: str, most: int) -> bytes:
     """A file of at most `most` bytes. Raises BadSample; OSError."""
-    check_size(what, path.stat().st_size, most)
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise BadSample(f"{what} is no regular file")
+    check_size(what, status.st_size, most)
     return path.read_bytes()
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 MODELS = "MODEL [MODEL ...]"
 LONG = 16  # a longer table of metrics stands below the plots of a page
+RESERVED = ("models", "data", "version")  # in the JSON beside names of models
 ROUNDING = 1e-12  # what is smaller is shown as 0
 
 
@@ -401,7 +402,7 @@ def labels(models: Sequence[str]) -> list[str]:
     if len(set(models)) < len(models):
         raise ValueError(f"one model is named twice: {', '.join(models)}")
     short = [(path.parent if path.name == "model" else path).name for path in map(Path, models)]
-    return short if len(set(short)) == len(short) and all(short) else list(models)
+    return short if len(set(short) - {"", *RESERVED}) == len(short) else list(models)
 
 
 def _print(rows: Sequence[Sequence[Any]], models: Sequence[str]) -> None:

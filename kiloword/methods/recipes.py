@@ -52,7 +52,7 @@ class Recipes:
                 data = one.facts["data"].value if "data" in one.facts else ""
                 length = " ".join(f"{shown(value)} {name}" for name, value in one.length().items())
                 cells = [one.method, one.value("size"), data, one.value("batch"), length, one.about]
-                plain[one.name] = dict(zip(names, map(shown, cells), strict=True))
+                plain[one.name] = dict(zip(names, (cell and shown(cell) for cell in cells), strict=True))
             say_table([(name, *cells.values()) for name, cells in plain.items()], "recipe", *names)
             last = [
                 "kiloword recipes show NAME prints each value with its source; kiloword train --recipe NAME uses it."

@@ -50,6 +50,10 @@ class Run:
                 steps.append(self.step)
                 values.append(value)
 
+    def last(self, name: str) -> float | None:
+        """The newest value of a metric."""
+        return self.curves[name][1][-1] if name in self.curves else None
+
     @property
     def speed(self) -> float:
         """Pairs a second over the whole run without validation; 0.0 without rows."""

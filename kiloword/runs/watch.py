@@ -14,7 +14,17 @@ from kiloword.terminal import say, shown
 from kiloword.terminal.progress import duration, time_left
 
 EVERY, PAUSE = 2.0, 10  # seconds between two looks, at least; and such multiples of the time that one takes
-SHOWN = ("loss", "lr", "epoch", "pairs_per_s", "data_wait", "memory", "skipped", "truncated", "skipped_steps")
+SHOWN = {  # metrics of the last row, and how they are shown
+    "loss": "loss {:.4g}",
+    "lr": "lr {:.2e}",
+    "epoch": "epoch {:.2f}",
+    "pairs_per_s": "{:,.4g} pairs/s",
+    "data_wait": "data wait {:.0%}",
+    "memory": "memory {:,.0f} MB",
+    "skipped": "{:,.0f} bad samples",
+    "truncated": "{:,.0f} captions cut",
+    "skipped_steps": "{:,.0f} steps skipped",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +63,8 @@ def lines_of(run: Run) -> list[str]:
     if steps and state == "running":
         left = time_left((steps - run.step) * run.batch, run.curves.get("pairs_per_s", ((), ()))[1])
         parts.append(f"ETA {duration(left)}")
-    names = [name for name in (*SHOWN, *run.validation) if name in run.curves]
-    parts += [f"{name.removeprefix('val/')} {run.curves[name][1][-1]:.6g}" for name in names]
+    parts += [form.format(value) for name, form in SHOWN.items() if (value := run.last(name)) is not None]
+    parts += [f"{name.removeprefix('val/')} {run.last(name):.4g}" for name in run.validation]
     lines = ["  ".join(filter(None, parts))]
     lines += [f"  ! the run ended with an error: {run.error}"] if run.error else []
     return lines + [f"  ! {alert.name} since step {alert.since:,}: {alert.message}" for alert in run.alerts.current]

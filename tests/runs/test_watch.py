@@ -60,9 +60,9 @@ def test_a_run_in_a_few_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (tmp_path / "b" / "error.json").write_text('{"error": "no\\u001b room"}')
     main(["watch", str(tmp_path), "--once"])
     first, alert, second, error = capsys.readouterr().out.splitlines()
-    for words in ("a  siglip  running  step 50/100  ETA 0:05", "loss 0.2", "lr 0.0005", "pairs_per_s 100"):
+    for words in ("a  siglip  running  step 50/100  ETA 0:05", "loss 0.2", "lr 5.00e-04", "100 pairs/s"):
         assert words in first
-    for words in ("data_wait 0.01", "memory 2500", "truncated 12", "skipped_steps 2"):
+    for words in ("data wait 1%", "memory 2,500 MB", "12 captions cut", "2 steps skipped"):
         assert words in first
     assert first.endswith("text_retrieval_recall@1 0.5")
     assert alert.startswith("  ! skipped steps since step 41: 2 of the last steps")

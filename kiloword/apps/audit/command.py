@@ -42,6 +42,7 @@ class Audit:
         check(self)
         if not (self.model or self.features):
             raise ValueError("name --model, or --features that a model computed.")
-        if self.features and (self.execution.image_features or self.execution.text_features or self.execution.dim):
-            raise ValueError("--features replaces the model: omit --image-features, --text-features and --dim.")
+        of_model = (self.model, self.execution.image_features, self.execution.text_features, self.execution.dim)
+        if self.features and any(of_model):
+            raise ValueError("--features replaces the model: omit --model, --image-features, --text-features, --dim.")
         audit(self)

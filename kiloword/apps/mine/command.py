@@ -35,7 +35,7 @@ class Mine:
     most: int = setting(20, "mined pairs per image in pairs.parquet, best first; all are counted", 1)
     extra_captions: tuple[Path, ...] = ()  # parquet tables (key, captions), compared with the original captions
     device: str = "auto"  # auto, cpu, cuda, cuda:N
-    seed: int = 0  # seed of batches, random pairs and the gallery
+    seed: int = 0  # seed of batches, random pairs and the examples on the page
 
     def run(self) -> None:
         """Search, analyse, print, and write the files. Raises: ValueError for what cannot be used."""

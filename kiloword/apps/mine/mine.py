@@ -23,6 +23,7 @@ from kiloword.evaluation.features import tile
 from kiloword.files import Lock, atomic, write_json
 from kiloword.methods.fff import Mined
 from kiloword.report import Block, Gallery, Page, Plot, Table, Text, Tile, made_by, say_blocks, write_page
+from kiloword.runs.alerts import MINED
 from kiloword.stores.features import FeatureStore
 from kiloword.types import Source
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from kiloword.apps.mine.command import Mine
 
 SHOWN, HIGHER = 12, 5  # images of the page; captions of an image that were mined, or rank above its own
+LABELS = {"it": "image-text (p1)", "ii": "image-image (p2)", "tt": "text-text (p3)"}
 THRESHOLDS = ("p1", "p2", "p3", "p1_text")
 
 
@@ -138,11 +140,13 @@ def _short(found: Mapping[str, Any], settings: Mined) -> Iterator[Block]:
     mean = found["mined_per_image"]["mean"]
     yield Text(f"{found['images']:,} images, {found['captions']:,} captions, {mean:.3g} mined an image")
     yield Text(f"teacher {found['teacher']}")
+    if (share := of_terms["eq. 2"]["share_of_pairs"]) > MINED:
+        yield Text(f"warning: {share:.1%} of all pairs are mined: raise the thresholds.")
     flags = [f"--settings.{name.replace('_', '-')} {value:g}" for name, value in found["thresholds"].items()]
     flags += [f"--settings.teacher {settings.teacher}"] * (settings.teacher != "teacher")
     yield Text(f"to train with them: {' '.join(flags)}", "code")
     header = ["term", *(name.replace("_", " ") for name in of_terms["eq. 2"])]
-    yield Table([[name, *row.values()] for name, row in of_terms.items()], header, digits=4)
+    yield Table([[LABELS.get(name, name), *row.values()] for name, row in of_terms.items()], header, digits=4)
     means = [
         [name.replace("_", " "), *((part[name] or {}).get("mean") for part in of_parts.values())]
         for name, value in next(iter(of_parts.values())).items()

@@ -21,7 +21,16 @@ from kiloword.training import command as train
 if TYPE_CHECKING:
     from kiloword.apps.plan.planner import Planner
 
-NOT_COUNTED = ("freeze", "unfreeze", "init", "lora.rank", "drop-patches", "image-features", "text-features")
+NOT_COUNTED = (
+    "freeze",
+    "unfreeze",
+    "init",
+    "lora.rank",
+    "lora.targets",
+    "augment.drop-patches",
+    "image-features",
+    "text-features",
+)
 
 
 def read(argv: Sequence[str]) -> Planned:
@@ -43,6 +52,8 @@ def read(argv: Sequence[str]) -> Planned:
     for flag in (*NOT_COUNTED, *(("steps", "epochs") if plan.samples else ())):
         if words.first(f"--{flag}") is not None:
             raise ValueError(f"--{flag} is not counted by plan: omit it.")
+    if args.recipe.precision == "fp64":
+        raise ValueError("plan has no data sheet for fp64: expected --precision fp32 or bf16.")
     samples = plan.samples or args.samples or (args.steps or 0) * args.recipe.batch
     samples = samples or (args.epochs or 0) * facts.get("images", 0)
     if not samples:

@@ -111,6 +111,9 @@ class Sweep:
         say_blocks([table])
         if omitted := sum("metrics" in arm and not self._counts(arm) for arm in known.values()):
             say(f"omitted: {omitted} arms of other flags or another --eval")
+        names = dict.fromkeys(name for arm in known.values() if self._counts(arm) for name in arm["metrics"])
+        if unknown := [metric for metric in options.metric if metric not in names]:
+            warn(f"no arm has --metric {', '.join(unknown)}: expected one of {', '.join(names)}.")
         say(f"page: {options.out / 'sweep.html'}")
         if failed := [arm["name"] for arm in todo if "error" in arm]:
             say(f"{len(failed)} of {len(arms)} arms failed: {', '.join(failed)}")
