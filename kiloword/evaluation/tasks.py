@@ -37,11 +37,11 @@ class PromptOptions(BaseSettings):
 class RetrievalTaskOptions:
     """How pairs are ranked."""
 
-    # in place of the model's score: cosine of the features (of a Gaussian: its mean), or csd, the closed-form sampled
-    # distance of Gaussians. None: the model's score
+    # score to use in place of the model's own: cosine of the features (of Gaussians: of the means), or csd, the
+    # closed-form sampled distance of Gaussians
     nearest: Nearest | None = None
-    shortlist: int | None = None  # exact scores of the N nearest images or texts alone; prints the recall lost
-    # more positives than the annotated pairs: ECCV Caption's or CxC's json of ids with COCO's annotations,
+    shortlist: int | None = None  # score only the N nearest images or texts exactly; prints the recall that this loses
+    # further positives beside the annotated pairs: ECCV Caption's or CxC's json of ids with COCO's annotations,
     # FILE?captions=captions_val2014.json
     extra_positives: str | None = None
     folds: int = 1  # mean of recall@k over N equal parts of the images, in order; COCO 1K: 5 of the 5000
@@ -69,7 +69,7 @@ class ZeroshotTaskOptions:
     """How the prompts of a class become its classifier."""
 
     # prompts of a class: all alike (ensemble), the least uncertain (filter, topk), or weighted by how well they explain
-    # images (bprw); all but the first need a model with Gaussians
+    # images (bprw). filter, topk and bprw need a model with Gaussians
     prompts: Way = "ensemble"
     # how prompts are combined, and parameters of bprw
     prompt_options: Annotated[PromptOptions, arg(name="prompts")] = field(default_factory=PromptOptions)
@@ -101,7 +101,7 @@ class ProbeOptions(BaseSettings):
     batch: int | None = setting(None, "images in a step. None: 64, sgd 256", 1)
     weight_decay: float | None = setting(
         None,
-        "of the optimiser; lbfgs: 1 / C of scikit-learn. None: swept on --val, which lbfgs needs then, or else 0",
+        "weight decay of the optimiser; lbfgs: 1 / C of scikit-learn. None: chosen on --val, which lbfgs needs, else 0",
         0,
     )
     shots: int = setting(0, "training images per class, drawn by the seed; 0: all", 0)
@@ -116,7 +116,7 @@ class ProbeTaskOptions:
     val: Data | None = None  # data on which the weight decay is chosen
     # class names: a text file with one per line, a JSON file, or a data set (kiloword data names). None: of the data
     classnames: ClassNames | None = None
-    probe: ProbeOptions = field(default_factory=ProbeOptions)
+    probe: ProbeOptions = field(default_factory=ProbeOptions)  # settings of the probe; None: the value of the recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +148,8 @@ class VqaOptions(BaseSettings):
     """The possible answers, and how one is chosen."""
 
     answers: Path | None = None  # file with one possible answer per line; None: the answers of --train, or of the data
-    most: int = setting(3128, "number of the most frequent answers of --train", 1)
-    decode: Literal["list", "free"] = "list"  # word by word within the list; any words
+    most: int = setting(3128, "use this many of the most frequent answers of --train", 1)
+    decode: Literal["list", "free"] = "list"  # list: word by word within the list; free: any words
     beams: int = setting(5, "list and free: number of unfinished answers to keep; 1: greedy", 1)
     length_penalty: float = 0.0  # score of an answer = log probability / tokens^length_penalty
 
@@ -158,7 +158,7 @@ class VqaOptions(BaseSettings):
 class VqaTaskOptions:
     """Which answers there are, and how one is chosen."""
 
-    train: Data | None = None  # data whose answers are the possible ones; None: those of the test data
+    train: Data | None = None  # data whose answers are possible answers; None: the test data
     results: Path | None = None  # write the answers as VQA's server takes them; questions may lack answers
     vqa: VqaOptions = field(default_factory=VqaOptions)
 
@@ -183,7 +183,7 @@ TASKS = {
         ),
         Task(
             name="winogavil",
-            about="Choose the images that people associate with a cue among several: Jaccard index, as DataComp.",
+            about="Find the images that people associate with a cue: Jaccard index, as in DataComp.",
             data=NAMED,
             options=WinogavilTaskOptions,
         ),
@@ -234,7 +234,7 @@ TASKS = {
         ),
         Task(
             name="spectrum",
-            about="Singular values of the covariance of image features, and their effective rank.",
+            about="Compute the singular values of the covariance of image features, and their effective rank.",
             data="images",
             hidden=r"@(?!(1|2|4|8|16|32|64|128|256|512|1024|2048|4096)$)",  # singular values 3, 5, 6, 7, ...
         ),
