@@ -5,8 +5,8 @@ environments: the wheel alone, the wheel with one extra after the other, the unp
 tests it runs some of), and the clone. An environment with an extra begins as a copy (hard links, the same path) of the
 one with the wheel alone, where what the extra opens must be refused with the command that installs it; in it the doctor
 must find the extra, and what the extra opens must run. The other three import, train and score. All work in a folder
-that holds nothing of the repository. Prints a table for docs/install.md; asks the index that pip asks, and nothing else
-of the network.
+that holds nothing of the repository. Prints a table for research/bench.md; asks pip's index, and nothing else of the
+network.
 
     python bench/installs.py [--python python3.12] [--torch WORDS] [--only core onnx] [--scratch DIR]
 

@@ -48,10 +48,10 @@ def printed(cells: list[Any]) -> str:
 
 
 def test_every_notebook_is_executed_and_listed() -> None:
-    """By a test below, and in the page of tutorials."""
+    """By a test below, and on the start page."""
     names = {path.stem for path in NOTEBOOKS.glob("*.ipynb")}
     assert names == {"first_model", *TUTORIALS}
-    listed = (NOTEBOOKS.parent / "tutorials.md").read_text(encoding="utf-8")
+    listed = (NOTEBOOKS.parent / "index.md").read_text(encoding="utf-8")
     assert not [name for name in names if f"(notebooks/{name}.ipynb)" not in listed]
 
 

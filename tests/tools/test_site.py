@@ -169,7 +169,8 @@ def test_links_out_of_docs_lead_into_the_site(site: Path) -> None:
     assert 'href="project/contributing.html"' in (site / "index.html").read_text()
     assert "every section with its plot" in (site / "results.html").read_text()  # the record is no page of the site
     overview = (site / "overview.html").read_text()
-    assert 'href="glossary.html">Glossary</a>' in overview
+    assert 'href="comparison.html">Comparison</a>' in overview
+    assert 'href="glossary.html">Glossary</a>' in (site / "architecture.html").read_text()
     assert "see CITATION.cff" in overview
     assert "<li><code>dtype</code>: " in (site / "reference" / "python.html").read_text()
 
@@ -181,7 +182,7 @@ def test_notebooks_are_pages(site: Path) -> None:
     assert 'href="your_method.ipynb"' in page
     assert 'href="../own-method.html"' in page
     assert "writefile" in page
-    assert 'href="notebooks/your_method.html"' in (site / "tutorials.html").read_text()
+    assert 'href="notebooks/your_method.html"' in (site / "index.html").read_text()
 
 
 @needs_mkdocs
@@ -192,8 +193,8 @@ def test_a_broken_link_fails_the_build(line: str, tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    with (tmp_path / "docs" / "guides.md").open("a") as file:
+    with (tmp_path / "docs" / "install.md").open("a") as file:
         file.write(f"\n{line}\n")
     done = build(tmp_path, tmp_path / "out")
     assert done.returncode
-    assert "guides.md" in done.stderr
+    assert "install.md" in done.stderr
