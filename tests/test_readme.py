@@ -213,7 +213,7 @@ def test_ranks_and_micro_batches_cut_the_batch_into_equal_parts(
 def test_make_knows_its_targets() -> None:
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     asked = [line.split()[1] for line in COMMANDS if line.startswith("make ")]
-    assert asked == ["quickstart", "photos"]
+    assert asked == ["quickstart", "check", "photos"]
     elsewhere = re.findall(r"`make ([\w-]+)`", "".join(page.read_text() for page in PAGES))
     assert {*asked, *elsewhere} <= set(targets)
 
