@@ -94,8 +94,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path, others
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(tmp_path)
-    for part in ("train", "dev"):
-        write_tar(tmp_path / "photos" / part / "0.tar", pairs(12))
+    for part in ("photos/train", "photos/dev", "sets/flickr30k", "sets/flickr8k", "sets/mscoco_captions"):
+        write_tar(tmp_path / part / "0.tar", pairs(12))
     for n in range(4):
         (tmp_path / f"{n}.png").write_bytes(photo(n))
     (tmp_path / "table.csv").write_text("image,caption\n" + "".join(f"{n}.png,a thing\n" for n in range(4)))
@@ -106,10 +106,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path, others
     write_coco(tmp_path / "coco")
     (tmp_path / "results.json").write_text(json.dumps([{"image_id": 42, "caption": "a thing"}]))
     (tmp_path / "mine.toml").write_text(SHOWN.split("```toml\n")[1].split("```")[0])
-    for model in ("quickstart", "runs/photos"):
-        shutil.copytree(trained, tmp_path / model / "model")
+    shutil.copytree(trained, tmp_path / "quickstart" / "model")
     shutil.copytree(trained, tmp_path / "models" / "b32")
-    shutil.copytree(trained.parent, tmp_path / "runs" / "big")
+    for run in ("photos", "big"):
+        shutil.copytree(trained.parent, tmp_path / "runs" / run)
     for name, model in others.items():
         shutil.copytree(model, tmp_path / "runs" / name / "model")
     (tmp_path / "quickstart" / "example.png").write_bytes(photo())
