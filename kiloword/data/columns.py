@@ -173,8 +173,8 @@ def decoded(value: Any) -> Any:
 def texts_in(cell: str, lines: bool = False, objects: bool = False) -> list[Any]:
     """The texts of a cell: of a list as JSON or Python write it, without its empty places; else the one text.
 
-    Args: lines: other text has one a line; objects: a list may hold anything. Raises: BadSample for a list of another
-    form, such as that of NumPy.
+    Args: lines: other text has one a line; objects: a list may hold anything. Raises: BadSample for a list in another
+    form, such as a printed NumPy array.
     """
     text = cell.strip()
     for parse in (json.loads, ast.literal_eval) if text.startswith("[") else ():

@@ -30,8 +30,8 @@ def evaluate(
     Args: matcher, None for captions of a table; task one of TASKS; source as on the command line, or opened; batch:
     images encoded at a time; workers: loader processes; skipped: receives the rows that cannot be used; blocks:
     receives what the page shows beside the metrics; options: fields of the task's `options`.
-    Returns: metrics by name, and the number of skipped rows as "skipped". Of ranks that share the work all know the
-    metrics; those of captions only the first.
+    Returns: metrics by name, and the number of skipped rows as "skipped". Where ranks share
+    the work, all of them get the metrics, but only the first gets the metrics of captions.
     Raises: ValueError for an unknown task or option, and for data that the task cannot use.
     """
     declared = find(task)

@@ -45,8 +45,8 @@ class CaptionedImage:
 
 
 def run(inputs: Inputs, options: CaptionTaskOptions) -> Findings:
-    """Describe every readable image that has captions; yield the metrics of `score_captions`, with `clipscore` its,
-    for groups "cider_domain:near" with "count_domain:near", and for scenes those of `judge`.
+    """Describe every readable image that has captions; yield the metrics of `score_captions`,
+    CLIPScore with `clipscore`, "cider_domain:near" and "count_domain:near" for groups, for scenes metrics of `judge`.
 
     With `results`, images without captions are described, too; where none has any, only their number is yielded, as
     "captions". Of ranks that share the work, the first one scores.

@@ -65,8 +65,8 @@ def judge_caption(caption: str, scene: Scene) -> JudgedCaption:
     of two things, the number of objects, and the background.
 
     Things stand for different objects: by the assignment with most true statements, of equals with most mentioned
-    objects. Where no object is left, nothing is true of a thing. A thing mentions an object of which all its attributes
-    are true, in the assignment that mentions most.
+    objects. Where no object is left, nothing is true of a thing. A thing mentions an object if all its attributes are
+    true of the object, in the assignment that mentions most.
     """
     query = parse(caption)
     if query is None:

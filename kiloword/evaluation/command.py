@@ -1,5 +1,5 @@
-"""The loop of all evaluations, which opens each model once and runs it on one data set or on those of a suite; what it
-prints and writes."""
+"""The loop of all evaluations: it opens each model once, runs it on one data set or on the data sets of a suite, prints
+and writes."""
 
 from __future__ import annotations
 
@@ -238,8 +238,8 @@ def data_sets(suite: Suite, root: Path, only: Sequence[str] = ()) -> list[Evalua
 
 
 def averages(suite: Suite, every: Sequence[Evaluation], models: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The mean of each group over the data sets that all models have, in the order of the suite; the last is that of
-    all data sets, whichever were chosen: n data sets in the mean, of so many, whether it is complete, values by model.
+    """The mean of each group over the data sets that all models have, in the suite's order, then of all data sets:
+    n data sets in the mean, of so many, whether it is complete, values by model.
     """
     values = {one.name: one.values() for one in every if set(one.results) >= set(models)}
     means = {}

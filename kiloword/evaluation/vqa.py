@@ -49,8 +49,8 @@ CONTRACTIONS["somebody'd"] = "somebodyd"
 
 
 def run(inputs: Inputs, task_options: VqaTaskOptions) -> Findings:
-    """VQA accuracy (see `accuracy`) over all questions, by question type and by answer type; "majority_...", the same
-    of the most frequent training answer; "questions"; the length of the list as "answers", and the share of "outside".
+    """VQA accuracy (see `accuracy`) over all questions, by question type and by answer type; "majority_...", the
+    accuracy of the most frequent training answer; "questions"; "answers", the length of the list; the share "outside".
 
     With `results`, questions without answers are answered, too, and not scored.
     Errors: ValueError for a model that answers no questions, data that asks none, a list that is missing.

@@ -99,7 +99,7 @@ def joined(one: Sequence[str], two: Sequence[str], n: int, rng: np.random.Genera
 
 
 def swapped_across(one: str, two: str, rng: np.random.Generator) -> tuple[str, str] | None:
-    """Two captions of which a content word each changed places; None where one has no word that the other lacks."""
+    """Swap one content word between two captions. Returns: None where one has no word that the other lacks."""
     words = [{m[0].lower() for m in content_words(caption)} for caption in (one, two)]
     unlike = [sorted(words[0] - words[1]), sorted(words[1] - words[0])]
     if not all(unlike):

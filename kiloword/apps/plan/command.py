@@ -34,7 +34,7 @@ NOT_COUNTED = (
 
 
 def read(argv: Sequence[str]) -> Planned:
-    """Read the words of a command line: the flags that are not the plan's own are those of `train`.
+    """Read the words of a command line; `train` reads the flags that plan does not declare.
 
     Raises: ValueError for a run that cannot be planned.
     """

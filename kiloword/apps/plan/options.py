@@ -1,4 +1,4 @@
-"""Options of the verb plan beside those of `train`, and data sheets of GPUs. No torch at import."""
+"""Options of the verb plan, which also takes the flags of `train`; data sheets of GPUs. No torch at import."""
 
 from __future__ import annotations
 

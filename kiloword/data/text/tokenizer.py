@@ -300,7 +300,7 @@ _EXPECTED = (
 
 
 def vocabulary(name: str) -> Tokenizer:
-    """The tokenizer named "clip" or "siglip", or that of a file or model folder.
+    """The tokenizer named "clip" or "siglip", or the one in a file or model folder.
 
     CLIP's comes with open_clip; SigLIP's with no package: it is looked for among downloads of huggingface_hub.
     Raises: ValueError for files that are missing, damaged or of another kind, saying what to install or to give.
