@@ -1,7 +1,7 @@
 # Every target first makes the environment that it needs, unless it exists.
 #   make quickstart   train a model on drawn scenes, evaluate it, write quickstart/report.html
 #   make photos DATA=FOLDER [VAL=FOLDER] [OUT=photos]   train five methods on captioned photos, on pretrained towers
-#                     (KEEP=FILE: train only on what a keep-list keeps; BAD_SHARE=0.05: allow 5% of bad photos)
+#                     (KEEP=FILE: train only on what a keep-list keeps)
 #   make demo [MODEL=quickstart/model]   write a page that runs the model in a browser, to build/demo (needs npm)
 #   make models [MODEL=quickstart/model]   write the model with its card, and an archive for a release, to build/models
 #   make figures      train models, and draw the figures of README.md and of the site's start page (needs Chromium)
@@ -53,11 +53,11 @@ quickstart: $(CORE)
 OUT ?= photos
 photos: $(WEIGHTS)
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m kiloword quickstart photos $(if $(DATA),--data "$(DATA)") \
-		$(if $(VAL),--val "$(VAL)") $(if $(KEEP),--keep "$(KEEP)") $(if $(BAD_SHARE),--bad-share $(BAD_SHARE)) --out "$(OUT)"
+		$(if $(VAL),--val "$(VAL)") $(if $(KEEP),--keep "$(KEEP)") --out "$(OUT)"
 
 MODEL ?= quickstart/model
 demo: demo-packages $(FULL) $(filter quickstart/model,$(MODEL))
-	@$(BIN)/python demo/build.py page "$(MODEL)" build/demo
+	@$(BIN)/python demo/build.py page "$(MODEL)" build/demo $(if $(PHOTOS),--photos "$(PHOTOS)")
 
 models: $(FULL) $(filter quickstart/model,$(MODEL))
 	@$(BIN)/python demo/build.py model "$(MODEL)" build/models

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from kiloword.interop.open_clip import import_state
-from kiloword.interop.open_clip_config import torchvision_ready
 from kiloword.interop.state_dicts import translated
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model
+from kiloword.model.trunks.libraries import torchvision_ready
 from kiloword.models.build import build
 from kiloword.randomness import key
 from kiloword.training.step import Learner

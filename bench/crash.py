@@ -313,8 +313,8 @@ def main() -> None:
     kiloword.stores.embed.PART = kiloword.generation.command.PART = 6  # rows a part: two of them
     if "import" in (args.verbs or ["import"]):
         words = clip_tokenizer()  # once for all forks: it takes as long as all the rest
-        imports.tokenizer = lambda config, weights: words
-    base = (args.out or Path(tempfile.mkdtemp(prefix="crash-"))) / "crash"
+        imports.tokenizer = lambda *args: words
+    base = Path(args.out or tempfile.mkdtemp(prefix="crash-"), "crash").absolute()
     base.mkdir(parents=True)
     os.environ["KILOWORD_CACHE"] = str(base / "cache")
     verb_of = cases(base)

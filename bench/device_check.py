@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kiloword.config.recipes import sizes
 from kiloword.distributed.device import precision_of
-from kiloword.methods.registry import names, preset
+from kiloword.methods.registry import PRESETS, preset
 from kiloword.model.model import initialise
 from kiloword.models.build import build
 from kiloword.training import engine
@@ -101,13 +101,13 @@ def main() -> None:
     parser.add_argument("--size", default="tiny")
     parser.add_argument("--batch", type=int, default=16, help="images, of two captions each")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--methods", nargs="+", choices=("all", *names()), default=["siglip"])
+    parser.add_argument("--methods", nargs="+", choices=("all", *PRESETS), default=["siglip"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="fp32 and bf16 among them")
     parser.add_argument("--profile", action="store_true", help="print the kernels that take most time")
     args = parser.parse_args()
     if not {"fp32", "bf16"} <= set(args.ways):
         parser.error("--ways needs fp32 and bf16, with which the others are compared")
-    found = {name: check(name, args) for name in (names() if "all" in args.methods else args.methods)}
+    found = {name: check(name, args) for name in (PRESETS if "all" in args.methods else args.methods)}
     print(json.dumps({"size": args.size, "batch": args.batch, "device": args.device, "errors": found}))
     for name, ways in found.items():
         bound = BOUND_OF_FILIP if name == "filip" else BOUND

@@ -11,7 +11,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
@@ -30,7 +30,7 @@ from kiloword.apps.mine import search as mining
 from kiloword.apps.mine.corpus import Corpus
 from kiloword.apps.search import library as libraries
 from kiloword.apps.search.library import FILE, Library, LibraryFile, publish
-from kiloword.apps.search.rank import by_image
+from kiloword.apps.search.rank import find
 from kiloword.config.recipes import DataConfig, TextConfig, sizes
 from kiloword.data import loader, sampler
 from kiloword.data import open as sources
@@ -288,8 +288,9 @@ def open_library(n: int, folder: Path) -> Call:
 def search(n: int, folder: Path) -> Call:
     """The ten best of n photos for a vector, all of them scored, once their vectors are read."""
     opened, query = Library(library(n, folder)), vectors(1)[0].numpy()
-    by_image(opened, query, 10)
-    return quiet(lambda: by_image(opened, query, 10))
+    parts, nothing = [(query, 1.0)], cast(Any, None)  # a vector needs no model
+    find(opened, nothing, parts, 10)
+    return quiet(lambda: find(opened, nothing, parts, 10))
 
 
 def checkpoint(which: int, folder: Path) -> Call:

@@ -28,10 +28,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from kiloword.config.recipes import sizes
 from kiloword.interop.open_clip import import_state
-from kiloword.interop.open_clip_config import torchvision_ready
 from kiloword.interop.state_dicts import translated
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model
+from kiloword.model.trunks.libraries import torchvision_ready
 from kiloword.models.build import build
 from kiloword.training import engine
 from kiloword.training.step import Learner

@@ -18,7 +18,7 @@ import torch
 
 from kiloword.config.recipes import OptimConfig, sizes
 from kiloword.distributed.device import precision_of
-from kiloword.methods.registry import names, preset
+from kiloword.methods.registry import PRESETS, preset
 from kiloword.models.build import build
 from kiloword.training.optimizer import Optimizer
 from kiloword.training.step import Learner, backward
@@ -56,7 +56,7 @@ def main() -> None:
     if args.dry:
         args.device, args.size, args.batch = "cpu", "debug", 8
     found = {}
-    for name in names():
+    for name in PRESETS:
         for micro, optimizer in ((1, "adamw"), (2, "muon")):
             found[f"{name}, {micro} micro-batches, {optimizer}"] = waits(name, args, micro, optimizer)
     counted = None if args.device == "cpu" else found

@@ -1,11 +1,11 @@
 """Write what a web server and a release need of a model: `make demo` and `make models` call this.
 
-    python demo/build.py page MODEL OUT [--scenes 200] [--packages demo/node_modules]
+    python demo/build.py page MODEL OUT [--photos SRC] [--count 200] [--packages demo/node_modules]
     python demo/build.py model MODEL OUT
 
-page: a folder that any static file server shows: the page, the model as ONNX, onnxruntime-web, and held-out scenes
-with their features. model: a folder NAME with the model and its card, NAME.zip of it, and SHA256SUMS, to attach to a
-release; NAME is METHOD-SIZE-STEPS.
+page: a folder that any static file server shows: the page, the model as ONNX, onnxruntime-web, and held-out scenes, or
+photos of SRC, with their features. model: a folder NAME with the model and its card, NAME.zip of it, and SHA256SUMS, to
+attach to a release; NAME is METHOD-SIZE-STEPS.
 """
 
 from __future__ import annotations
@@ -16,28 +16,31 @@ import io
 import shutil
 import sys
 import zipfile
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from kiloword.api import Matcher, load
 from kiloword.apps.quickstart.scenes import draw_all
 from kiloword.config.recipes import ModelFile
+from kiloword.data.images.decode import decode
+from kiloword.data.open import open_source
 from kiloword.data.scenes import world
 from kiloword.errors import sentence_of
 from kiloword.files import write_atomic, write_json
 from kiloword.interop.export.run import run as export
 from kiloword.interop.push import MODEL
-from kiloword.model.prefix import cosine_alone
+from kiloword.model.heads import Single
 from kiloword.models.card import CARD, model_card
 from kiloword.models.model_folder import model_files, read_model_file
 from kiloword.report.figure import CSS
 from kiloword.terminal import say
+from kiloword.types import BadSample, NoCaption
 
 HERE = Path(__file__).resolve().parent
 RUNTIME = {  # file of onnxruntime-web -> its name here; servers know .js, not all know .mjs
@@ -46,18 +49,35 @@ RUNTIME = {  # file of onnxruntime-web -> its name here; servers know .js, not a
 }
 COLUMNS = 20  # of the sprite
 TILE = 128  # pixels of a scene on the page
+SCENE_EXAMPLES = (
+    "a red circle",
+    "something striped",
+    "a large blue star",
+    "a yellow shape to the left of a green shape",
+    "three things on a black background",
+)
+PHOTO_EXAMPLES = (
+    "a dog in the snow",
+    "children play",
+    "somebody on a bicycle",
+    "people at the sea",
+    "a close-up of a face",
+)
 DATE = (1980, 1, 1, 0, 0, 0)  # of files in an archive, so that the same model gives the same bytes
 
 
-def write_page(model: Path, out: Path, count: int = 200, packages: Path = HERE / "node_modules") -> None:
+def write_page(
+    model: Path, out: Path, photos: str = "", count: int = 200, packages: Path = HERE / "node_modules"
+) -> None:
     """Write the page of a model into `out`, in place of an older one.
 
-    Args: count: number of scenes; packages: where npm installed onnxruntime-web.
+    Args: photos: source of photos in place of scenes; count: number of images; packages: where npm
+    installed onnxruntime-web.
     Raises: ValueError for a model whose scores the page cannot compute, packages that are missing, a folder `out` that
     holds something else, and as `kiloword export` does.
     """
     if not COLUMNS <= count <= 2000:
-        raise ValueError(f"--scenes {count}: expected {COLUMNS} to 2,000.")
+        raise ValueError(f"--count {count}: expected {COLUMNS} to 2,000.")
     missing = [name for name in RUNTIME if not (packages / "onnxruntime-web" / "dist" / name).is_file()]
     if missing:
         raise ValueError(
@@ -80,7 +100,7 @@ def write_page(model: Path, out: Path, count: int = 200, packages: Path = HERE /
         (work / "ort").mkdir()
         for name, ours in RUNTIME.items():
             shutil.copyfile(packages / "onnxruntime-web" / "dist" / name, work / "ort" / ours)
-        _write_scenes(matcher, read_model_file(model_files(model)[0].parent), count, work)
+        _write_images(matcher, read_model_file(model_files(model)[0].parent), photos, count, work)
         if out.exists():
             shutil.rmtree(out)
         work.replace(out)
@@ -100,49 +120,70 @@ def _check_old(out: Path) -> None:
 
 def _check_model(matcher: Matcher, model: Path) -> None:
     """Raises: ValueError for scores or a tokenizer that the page's JavaScript does not compute."""
+    head = matcher.model.head
+    cosine = type(head.pooling) is Single and head.uncertainty is None
     reasons = {
-        "its score is more than the cosine of one vector each": not cosine_alone(matcher.model.head),
-        "its vocabulary is another library's": matcher.tokenizer.clean != "plain",
+        "its score is more than the cosine of one vector each": not cosine,
+        "its vocabulary is neither kiloword's nor BERT's": matcher.tokenizer.clean not in ("plain", "encodable"),
         "its text tower sees pads": matcher.model.config.text.pad_to_context,
     }
     if differs := [reason for reason, holds in reasons.items() if holds]:
         raise ValueError(
             f"the demo page cannot rank as {model} does: {'; '.join(differs)}. Take a model that kiloword trained with "
-            "a vocabulary of its own, such as clip or siglip of size tiny."
+            "a vocabulary of its own or with BERT's, such as clip or siglip of size tiny, or of `make photos`."
         )
 
 
-def _write_scenes(matcher: Matcher, file: ModelFile, count: int, folder: Path) -> None:
-    """demo.json, features.bin (float32 [count, D], little-endian) and scenes.webp, row by row."""
-    source = f"scenes:test?n={count}"
+def _write_images(matcher: Matcher, file: ModelFile, photos: str, count: int, folder: Path) -> None:
+    """demo.json, features.bin (float32 [count, D], little-endian) and images.webp, row by row."""
     side = file.model.image.size
-    scenes = draw_all(source, side)
-    features = matcher.encode_image(scenes.pixels)["vec"].float().cpu().numpy()
-    write_atomic(folder / "features.bin", features.astype("<f4").tobytes())
-    _sprite(draw_all(source, TILE).pixels).save(folder / "scenes.webp", lossless=True, method=6)
-    facts: dict[str, Any] = {
-        "captions": scenes.captions,
-        "columns": COLUMNS,
-        "dim": features.shape[1],
-        "image_size": side,
-        "model": {
-            "method": file.method,
-            "size": file.size,
-            "steps": file.steps,
-            "data": file.data,
-            "parameters": sum(p.numel() for p in matcher.model.parameters()),
-        },
-        "words": {
-            "shapes": world.SHAPES,
-            "colours": world.COLOURS,
-            "sizes": world.SIZES,
-            "fills": world.FILLS,
-            "rows": world.ROWS,
-            "columns": world.COLUMNS,
-            "backgrounds": world.BACKGROUNDS,
-        },
+    if photos:
+        examples, facts = PHOTO_EXAMPLES, {"what": "photos", "about": ""}
+        images, captions = _photos(photos, count)
+        features = matcher.encode_image(images)["vec"]
+        fitted = [ImageOps.fit(Image.fromarray(image), (TILE, TILE), Image.Resampling.BICUBIC) for image in images]
+        tiles = torch.from_numpy(np.stack([np.asarray(image) for image in fitted])).permute(0, 3, 1, 2)
+    else:
+        examples, source = SCENE_EXAMPLES, f"scenes:test?n={count}"
+        words = {"shapes": world.SHAPES, "colours": world.COLOURS, "sizes": world.SIZES, "fills": world.FILLS}
+        words |= {"rows": world.ROWS, "columns": world.COLUMNS, "backgrounds": world.BACKGROUNDS}
+        about = "The scenes are of the split for tests, which training on scenes leaves aside."
+        facts = {"what": "scenes", "about": about, "words": words}
+        scenes, tiles = draw_all(source, side), draw_all(source, TILE).pixels
+        captions, features = scenes.captions, matcher.encode_image(scenes.pixels)["vec"]
+    vectors = features.float().cpu().numpy()
+    write_atomic(folder / "features.bin", vectors.astype("<f4").tobytes())
+    _sprite(tiles).save(folder / "images.webp", lossless=not photos, quality=85, method=6)
+    about_model = {
+        "method": file.method,
+        "size": file.size,
+        "steps": file.steps,
+        "data": file.data,
+        "parameters": sum(p.numel() for p in matcher.model.parameters()),
     }
-    write_json(folder / "demo.json", facts)
+    shown = {"captions": captions, "columns": COLUMNS, "dim": vectors.shape[1], "image_size": side}
+    write_json(folder / "demo.json", {**facts, **shown, "examples": examples, "model": about_model})
+
+
+def _photos(src: str, count: int) -> tuple[list[NDArray[np.uint8]], list[str]]:
+    """The first photos of a source that can be read, uint8 [H, W, 3], each with its first caption, if any.
+
+    Raises: ValueError where none can be read.
+    """
+    source, images, captions = open_source(src), list[NDArray[np.uint8]](), list[str]()
+    for row in range(len(source)):
+        with suppress(BadSample):
+            try:
+                record = source.record(row)
+            except NoCaption as error:  # photos need none
+                record = error.record
+            images.append(decode(record.image) if isinstance(record.image, bytes) else record.image)
+            captions.append(next(iter(record.captions), ""))
+        if len(images) == count:
+            break
+    if not images:
+        raise ValueError(f"no photo of {src} can be read: kiloword data check {src} says why.")
+    return images, captions
 
 
 def _sprite(pixels: Tensor) -> Image.Image:
@@ -189,14 +230,15 @@ def main(words: list[str] | None = None) -> int:
         one.add_argument("model", type=Path)
         one.add_argument("out", type=Path)
         if kind == "page":
-            one.add_argument("--scenes", type=int, default=200)
+            one.add_argument("--photos", default="")
+            one.add_argument("--count", type=int, default=200)
             one.add_argument("--packages", type=Path, default=HERE / "node_modules")
     chosen = parser.parse_args(words)
     try:
         if chosen.kind == "model":
             write_model(chosen.model, chosen.out)
         else:
-            write_page(chosen.model, chosen.out, chosen.scenes, chosen.packages)
+            write_page(chosen.model, chosen.out, chosen.photos, chosen.count, chosen.packages)
     except (ValueError, OSError) as error:
         say(f"error: {sentence_of(error)}", to=sys.stderr)
         return 1

@@ -8,8 +8,9 @@ from kiloword.__version__ import __version__
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher, load
+    from kiloword.training.python import train
 
-__all__ = ["Matcher", "__version__", "load"]
+__all__ = ["Matcher", "__version__", "load", "train"]
 
 
 def __dir__() -> list[str]:
@@ -21,4 +22,8 @@ def __getattr__(name: str) -> Any:  # torch is imported at first use, not by `im
         from kiloword import api
 
         return getattr(api, name)
+    if name == "train":
+        from kiloword.training.python import train
+
+        return train
     raise AttributeError(f"module 'kiloword' has no attribute {name!r}")

@@ -52,11 +52,6 @@ class Address:
         return f"{scheme}://{self.login}{'@' if self.login else ''}{rest}{self.query}"
 
     @property
-    def asked(self) -> str:
-        """What an http request names: without login and fragment."""
-        return self.url + self.query.partition("#")[0]
-
-    @property
     def selector(self) -> str:
         """The parameters of the query that are no known signature: they may select the file."""
         query = self.query.partition("#")[0].removeprefix("?")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -116,6 +116,13 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     """ " Did you mean X?", or nothing where no known name is close."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {close[0]}?" if close else ""
+
+
+def refuse(wrong: Mapping[str, object]) -> None:
+    """Raises: ValueError with the first message whose value is true."""
+    for message, is_wrong in wrong.items():
+        if is_wrong:
+            raise ValueError(f"{message}.")
 
 
 def sentence_of(error: BaseException) -> str | None:

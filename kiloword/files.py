@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
+from uuid import uuid4
 
 LOCK = ".lock"
 TEMPORARY = ".kw.tmp"  # ends the name of what is being written
@@ -27,30 +27,17 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Raises: OSError, for callers with their own message; see `atomic`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}{TEMPORARY}")
-    with _alone(temporary) as file:
-        try:
-            file.truncate()  # what a killed process left
+    temporary = path.with_name(f".{path.name}.{uuid4().hex[:8]}{TEMPORARY}")  # others may write the same file
+    try:
+        with temporary.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            temporary.replace(path)  # while it is locked
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     sync(path.parent)
-
-
-def _alone(path: Path) -> BinaryIO:
-    """A file that is open and locked, and still at its path: another process may have moved it before it was locked."""
-    while True:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(handle), path.stat()):
-                return os.fdopen(handle, "wb")
-        os.close(handle)
 
 
 @contextmanager
@@ -122,9 +109,9 @@ class Lock:
                 _remove(left)
         except Timeout:
             holder = self.path.read_text(encoding="utf-8", errors="replace")[:200] or "another process"
-            raise ValueError(f"{holder} is {doing} {out}: wait for its end, or choose another --out.") from None
+            raise ValueError(f"{holder} is {doing} {out}: wait for its end, or choose another folder.") from None
         except OSError as e:
-            raise ValueError(f"--out {out} cannot be written ({e.strerror}): choose another folder.") from e
+            raise ValueError(f"{out} cannot be written ({e.strerror}): choose another folder.") from e
 
     def __enter__(self) -> Lock:
         return self

@@ -323,12 +323,7 @@ Positives = Callable[[Pairs], Tensor]
 
 
 class Rule:
-    """Base of positives that depend on all pairs, or that are mined."""
-
-    @property
-    def mined(self) -> bool:
-        """Whether to log the share of pairs that match without being annotated."""
-        return False
+    """Base of positives that depend on all pairs; with `mined = True` the share of mined pairs is logged."""
 
     def bind(self, pairs: PairBlocks) -> Positives:
         """The positives of these pairs, once per step."""

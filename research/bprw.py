@@ -17,10 +17,11 @@ from kiloword.api import Matcher, load
 from kiloword.data.open import open_source
 from kiloword.data.scenes.world import BACKGROUNDS, COLOURS, FILLS, TASKS
 from kiloword.evaluation.command import labels
-from kiloword.evaluation.features import Classes, Seen
-from kiloword.evaluation.prompts import Chosen, PromptOptions, Prompts, Way, choose
+from kiloword.evaluation.features import Classes, Seen, labelled
+from kiloword.evaluation.prompts import Chosen, Prompts, choose
 from kiloword.evaluation.task import Inputs
-from kiloword.evaluation.zeroshot import encoded, encoded_images, figures
+from kiloword.evaluation.tasks import PromptOptions, Way
+from kiloword.evaluation.zeroshot import encoded, figures
 from kiloword.files import write_json
 from kiloword.terminal import say
 from research.arms import in_one_message
@@ -84,7 +85,7 @@ def judge(matcher: Matcher, task: str, options: BprwOptions) -> list[Found]:
     class_prompts = {name: [prompt for prompt, _ in own] for name, own in prompts.items()}
     true = {name: [prompt for prompt, kind in own if kind == KINDS[0]] for name, own in prompts.items()}
     asked, right = encoded(matcher, names, class_prompts), encoded(matcher, names, true)
-    images = encoded_images(Inputs(matcher, source, options.batch), Classes(names))
+    images = Seen.whole(labelled(Inputs(matcher, source, options.batch), classes=Classes(names)))
     kinds = [kind for own in prompts.values() for _, kind in own]
     return [dict(_draw(matcher, asked, right, images, kinds, seed)) for seed in range(options.draws)]
 

@@ -14,9 +14,11 @@ from torch import Tensor
 from kiloword.api import Matcher
 from kiloword.data.tree import ClassTree
 from kiloword.evaluation.features import Classes, Seen
-from kiloword.evaluation.prompts import PromptOptions, Prompts, Way, by_class, choose, labelled
+from kiloword.evaluation.features import labelled as labelled_images
+from kiloword.evaluation.prompts import Prompts, by_class, choose, labelled
 from kiloword.evaluation.task import Inputs
-from kiloword.evaluation.zeroshot import encoded, encoded_images
+from kiloword.evaluation.tasks import PromptOptions, Way
+from kiloword.evaluation.zeroshot import encoded
 from kiloword.types import Features
 from research.classes import tree_of
 from research.evidence import Outcomes
@@ -53,7 +55,7 @@ def prompted(matcher: Matcher, val: str) -> dict[str, Any]:
     class_prompts = noisy(source.tree)
     names = list(class_prompts)
     asked = encoded(matcher, names, class_prompts)
-    images = encoded_images(Inputs(matcher, source), Classes(names))
+    images = Seen.whole(labelled_images(Inputs(matcher, source), classes=Classes(names)))
     few = labelled(images, len(names), PromptOptions(shots=SHOTS))  # [C, 5]
     rest = images.without(few.flatten())
     ways = WAYS if matcher.model.head.uncertainty is not None else {"ensemble": WAYS["ensemble"]}

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+
 from kiloword import evaluation
 from kiloword.api import Matcher
-from kiloword.apps.quickstart.scenes import draw_all, within_groups
+from kiloword.apps.quickstart.scenes import draw_all
 from kiloword.data.scenes.world import GROUP, TASKS
+from kiloword.evaluation.metrics import recall_at
+from kiloword.evaluation.retrieval import Score
+from kiloword.model.encoding import chunks, rows
+from kiloword.types import Features
 
 RECALL = {  # columns of a table: heading -> metric
     "R@1 text": "text_retrieval_recall@1",
@@ -53,3 +59,12 @@ def _hard(matcher: Matcher, n: int) -> dict[str, float]:
     images, texts = matcher.encode_image(scenes.pixels), matcher.encode_text(scenes.captions)
     judged = within_groups(matcher.score, images, texts)
     return {f"hard_{name}": value for name, value in judged.items()}
+
+
+def within_groups(score: Score, images: Features, texts: Features) -> dict[str, float]:
+    """Recall@1 both ways among the eight images and the eight captions of each group; rows i belong together."""
+    groups = chunks(len(images["vec"]), GROUP)
+    scores = torch.stack([score(rows(images, group), rows(texts, group)) for group in groups])  # [groups, 8, 8]
+    matches = torch.eye(GROUP, dtype=torch.bool).repeat(len(scores), 1)
+    ways = {"text": scores, "image": scores.transpose(1, 2)}
+    return {f"{n}_retrieval_recall@1": recall_at(x.flatten(0, 1), matches, 1).mean().item() for n, x in ways.items()}

@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any
 
 from kiloword.api import Matcher
-from kiloword.evaluation.caption import CaptionTaskOptions, generated
+from kiloword.evaluation.caption import generated
 from kiloword.evaluation.caption_metrics import score_captions
 from kiloword.evaluation.task import Inputs
+from kiloword.evaluation.tasks import CaptionTaskOptions
 from kiloword.generation.options import GenerationOptions
 from research.arms import Arm, Experiment, main
 from research.evidence import Claim

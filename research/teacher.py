@@ -57,7 +57,7 @@ def _calibrated(table: Any, source: Any) -> dict[str, Any]:
     for name, terms in {"eq. 2": TERMS, **{term: (term,) for term in TERMS}}.items():
         on: Any = {term: term in terms for term in TERMS}
         chosen = replace(settings, **on)
-        positives = matches(chosen, *sample)
+        positives = matches(chosen, *sample).any(0)
         counts = {"pairs": len(positives), "mined": int(positives.sum())}
         if true is not None:
             counts |= {"true": int(true.sum()), "right": int((positives & true).sum())}

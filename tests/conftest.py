@@ -8,19 +8,36 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import IO
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from matplotlib.figure import Figure
 
 torch.set_num_threads(1)
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are for the CPU; bench/gpu.sh is for a GPU
+LOADED_MACHINE = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+settings.register_profile("any machine", max_examples=60, deadline=None, suppress_health_check=LOADED_MACHINE)
+settings.load_profile("any machine")
 
+SAVEFIG = Figure.savefig
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests with the longest time limit come first, so that no process ends alone with one of minutes."""
     items.sort(key=lambda item: -_limit(item) if item.get_closest_marker("slow") else 0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Plots of pages are written only where a test asks for them: a run's take longer than its training."""
+    Figure.savefig = SAVEFIG if item.get_closest_marker("plots") else _saved_empty
+
+
+def _saved_empty(figure: Figure, file: IO[str], **_: object) -> None:
+    file.write('<svg viewBox="0 0 1 1"></svg>')
 
 
 def _limit(item: pytest.Item) -> float:
@@ -45,7 +62,7 @@ def _trim(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def open_clip() -> ModuleType:
     """The package open_clip, with torchvision's missing operators where torch is a CPU build."""
-    from kiloword.interop.open_clip_config import torchvision_ready
+    from kiloword.model.trunks.libraries import torchvision_ready
 
     torchvision_ready()
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Model folders that no training made."""
+"""Folders of models and of encoders of texts, as kiloword and transformers write them, that no training made."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
+import tokenizers
+import torch
+from safetensors.torch import save_file
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from torch import Tensor
+
 from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.registry import preset
@@ -16,6 +22,37 @@ from kiloword.models.model_folder import save_model
 
 TextPool = Literal["last", "mean", "max"]
 CAPTIONS = ["a dog on the grass", "two cats and a dog", "the red circle is left of a blue star"] * 5
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+WORDS = [
+    *SPECIAL,
+    *"abcdefghijklmnopqrstuvwxyz0123456789.,'",
+    *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz0123456789"),
+]
+WORDS += ["red", "green", "blue", "circle", "square", "large", "small", "of", "the", "and", "left"]
+BERT: dict[str, Any] = {
+    "model_type": "bert",
+    "vocab_size": len(WORDS),
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 40,
+    "max_position_embeddings": 40,
+    "layer_norm_eps": 1e-12,
+    "hidden_act": "gelu",
+    "pad_token_id": 0,
+}
+ROBERTA = {**BERT, "model_type": "roberta", "pad_token_id": 1, "hidden_act": "gelu_new"}
+DISTIL: dict[str, Any] = {
+    "model_type": "distilbert",
+    "vocab_size": len(WORDS),
+    "dim": 24,
+    "n_layers": 2,
+    "n_heads": 3,
+    "hidden_dim": 40,
+    "max_position_embeddings": 40,
+    "activation": "gelu",
+}
 
 
 def model_folder(
@@ -37,4 +74,68 @@ def changed(folder: Path, file: str, **values: Any) -> Path:
         *parts, last = name.split("__")
         reduce(lambda inner, part: inner[part], parts, document)[last] = value
     (folder / file).write_text(json.dumps(document), encoding="utf-8")
+    return folder
+
+
+def state_of(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    """Random weights of an encoder under the names of transformers."""
+    distil = config["model_type"] == "distilbert"
+    width, mlp = (
+        (config["dim"], config["hidden_dim"]) if distil else (config["hidden_size"], config["intermediate_size"])
+    )
+    draw = torch.Generator().manual_seed(seed)
+
+    def linear(out: int, into: int) -> dict[str, Tensor]:
+        return {"weight": torch.randn(out, into, generator=draw) * 0.2, "bias": torch.randn(out, generator=draw) * 0.1}
+
+    def norm() -> dict[str, Tensor]:
+        return {
+            "weight": 1 + torch.randn(width, generator=draw) * 0.1,
+            "bias": torch.randn(width, generator=draw) * 0.1,
+        }
+
+    parts = {"embeddings.LayerNorm": norm()}
+    for name, rows in (
+        ("word", config["vocab_size"]),
+        ("position", config["max_position_embeddings"]),
+        ("token_type", 2),
+    ):
+        if not (distil and name == "token_type"):
+            parts[f"embeddings.{name}_embeddings"] = {"weight": linear(rows, width)["weight"]}
+    for n in range(2):
+        at = f"transformer.layer.{n}." if distil else f"encoder.layer.{n}."
+        square = (
+            "attention.q_lin attention.k_lin attention.v_lin attention.out_lin"
+            if distil
+            else ("attention.self.query attention.self.key attention.self.value attention.output.dense")
+        )
+        names = ["sa_layer_norm", "output_layer_norm"] if distil else ["attention.output.LayerNorm", "output.LayerNorm"]
+        parts |= {at + name: linear(width, width) for name in square.split()}
+        parts |= {at + name: norm() for name in names}
+        parts[at + ("ffn.lin1" if distil else "intermediate.dense")] = linear(mlp, width)
+        parts[at + ("ffn.lin2" if distil else "output.dense")] = linear(width, mlp)
+    return {f"{part}.{kind}": value for part, values in parts.items() for kind, value in values.items()}
+
+
+def word_pieces() -> tokenizers.Tokenizer:
+    """A WordPiece tokenizer that lower-cases, pads to 16 ids and truncates to 12, as published folders do."""
+    backend = tokenizers.Tokenizer(models.WordPiece({w: n for n, w in enumerate(WORDS)}, unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    backend.add_special_tokens(SPECIAL)
+    backend.enable_padding(length=16)
+    backend.enable_truncation(12)
+    return backend
+
+
+def write_encoder(folder: Path, config: dict[str, Any] = BERT, seed: int = 0) -> Path:
+    """Write a folder with config.json, model.safetensors and tokenizer.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(state_of(config, seed), folder / "model.safetensors")
+    word_pieces().save(str(folder / "tokenizer.json"))
     return folder

@@ -237,3 +237,36 @@ def assert_equal(learner: Learner, fast: Tensor, slow: Tensor) -> None:
         zero = torch.zeros_like(parameters[name])
         difference = (zero if a is None else a) - (zero if b is None else b)
         assert float(difference.abs().max()) < 1e-11 * largest, name
+
+
+# Pair losses of logits z [I, T] and targets y [I, T], pair by pair
+
+
+def sigmoid_pairs(z: Tensor, y: Tensor) -> Tensor:
+    """The sum of -y log p - (1 - y) log (1 - p), p = sigmoid(z) (arXiv:2303.15343, eq. 1)."""
+    total = z.new_zeros(())
+    for i in range(z.shape[0]):
+        for t in range(z.shape[1]):
+            p = 1 / (1 + torch.exp(-z[i, t]))
+            total = total - y[i, t] * torch.log(p) - (1 - y[i, t]) * torch.log(1 - p)
+    return total
+
+
+def softmax_rows(z: Tensor, y: Tensor) -> Tensor:
+    """The mean over rows of -sum of y log p; targets of a row that sum to more than 1 share it."""
+    total = z.new_zeros(())
+    for row, target in zip(z, y, strict=True):
+        for p in range(len(row)):
+            share = target[p] / max(1.0, float(target.sum()))
+            total = total - share * torch.log(torch.exp(row[p]) / sum(torch.exp(a) for a in row))
+    return total / len(z)
+
+
+def softmax_pairs(z: Tensor, y: Tensor) -> Tensor:
+    """The mean of both directions (arXiv:2103.00020, figure 3)."""
+    return (softmax_rows(z, y) + softmax_rows(z.T, y.T)) / 2
+
+
+def matching(of: Sequence[int]) -> Tensor:
+    """y [I, T]: 1 where text t is of image i."""
+    return (torch.arange(max(of) + 1)[:, None] == torch.tensor(of)).double()

@@ -10,11 +10,10 @@ import torch
 
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.losses.pairs import sigmoid_loss
-from kiloword.methods.method import Component, Contrast, Method, Part, Term, annotated, follow
+from kiloword.methods.method import Component, Contrast, Method, Part, Term, annotated
 from kiloword.methods.registry import preset as built_in
 from kiloword.model.heads import Head, Pooling, Scale
-from kiloword.model.image import ImageTower
-from kiloword.types import Input, Pairs, Total
+from kiloword.types import Input, Pairs
 
 
 class Texts(Contrast):
@@ -59,18 +58,6 @@ class Reading(Texts):
         pairs.column("image_features.teacher")
 
 
-class Negative(Texts):
-    def loss(self, pairs: Any) -> Any:
-        total = sigmoid_loss(pairs, annotated)
-        return Total(-total.sum, total.count)
-
-
-class Flat(Texts):
-    def loss(self, pairs: Any) -> Any:
-        total = sigmoid_loss(pairs, annotated)
-        return Total(0 * total.sum + 5, total.count)
-
-
 class Slow(Texts):
     def lr_factors(self) -> dict[str, float]:
         return {"head.bias": 0.1}
@@ -96,35 +83,14 @@ class NoModule:
         return None
 
 
-class Distilled(Texts):
-    """With a teacher that follows the image tower."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.teacher = ImageTower(config.image).requires_grad_(False)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def after_step(self, model: Any, step: int, done: float) -> None:
-        follow(self.teacher, model.image_tower, 0.9 if step else 0.0)
-        self.seen += step
-
-
 def with_loss(slot: str, make: Any, weight: Any = 1.0, name: str = "texts") -> Method:
     """SigLIP with one further loss. Args: slot: "contrasts" or "terms"."""
     changed: dict[str, Any] = {slot: {name: (weight, Part(make))}}
     return replace(built_in("siglip"), **changed)
 
 
-def negative() -> Method:
-    return with_loss("contrasts", Negative)
-
-
-def flat() -> Method:
-    return with_loss("contrasts", Flat)
-
-
-def distilled() -> Method:
-    return replace(built_in("siglip"), contrasts={"texts": (1.0, Part(Distilled))})
+def plain() -> Method:
+    return with_loss("contrasts", Texts)
 
 
 def by_chance() -> Method:
@@ -150,15 +116,15 @@ texts = Component("contrasts", "texts of an image are alike", Settings, apply)
 
 def bare(settings):  # type: ignore[no-untyped-def]
     """A preset whose settings have no class."""
-    return flat()
+    return plain()
 
 
 def of_pairs(pairs: Pairs) -> Method:
-    return flat()
+    return plain()
 
 
 def undefined(settings: Nowhere) -> Method:  # type: ignore[name-defined]  # noqa: F821
-    return flat()
+    return plain()
 
 
 def number() -> int:

@@ -1,4 +1,4 @@
-"""Matcher: images and strings in, features and scores out; show, move, halve, pickle, save; a sentence for all else."""
+"""Matcher: images and strings in, features and scores out; show, move, halve, pickle, save; all else is refused."""
 
 from __future__ import annotations
 
@@ -77,56 +77,56 @@ def test_every_form_of_an_image_is_the_same(matcher: Matcher, tmp_path: Path) ->
         torch.testing.assert_close(*both)
 
 
-WRONG: list[tuple[Any, str]] = [
-    (3, "got an int as images: expected a Pillow image, a path"),
-    (iter([photo(0)]), "or a list of these"),
-    ([], "got no images: expected at least one"),
+WRONG: list[tuple[Any, str]] = [  # images, what the refusal says
+    (3, "int"),
+    (iter([photo(0)]), "list"),
+    ([], "no images"),
     (torch.zeros(0, 3, 32, 32), "no images"),
-    ([photo(0), 3], "got an int as image 1"),
-    (torch.zeros(3, 32, 32) + 1.5, r"image 0 is a torch.float32 tensor with values from 1.5 to 1.5"),
-    (torch.full((3, 8, 8), torch.nan), "values from nan to nan"),
-    (torch.zeros(3, 8, 8, dtype=torch.int64), r"image 0 is a torch.int64 tensor \[3, 8, 8\]"),
-    (torch.zeros(8, 8, 3), r"torch.float32 tensor \[8, 8, 3\]: expected .* a tensor \[3, H, W\]"),
-    (np.zeros((8, 8, 3), np.int32), r"image 0 is a int32 array \[8, 8, 3\]: expected .* an array \[H, W, 3\]"),
-    (np.full((8, 8, 3), 255.0), "image 0 is a float64 array with values from 255 to 255"),
-    (np.zeros((8, 8), np.uint8), r"image 0 is a uint8 array \[8, 8\]"),
-    (b"nothing like an image", "image 0 cannot be used: not an image"),
-    ("https://name:pw@example.org/a.jpg", "https://example.org/a.jpg is an address, which is not fetched"),
-    ([Image.new("F", (8, 8))], "image 0 cannot be used: floating-point"),
-    (["no/such/image.png"], "image no/such/image.png cannot be read: No such file"),
-    (Path(__file__), r"test_api\.py cannot be used: not an image"),
+    ([photo(0), 3], "image 1"),
+    (torch.zeros(3, 32, 32) + 1.5, "image 0 .* 1.5"),
+    (torch.full((3, 8, 8), torch.nan), "nan"),
+    (torch.zeros(3, 8, 8, dtype=torch.int64), r"torch.int64 tensor \[3, 8, 8\]"),
+    (torch.zeros(8, 8, 3), r"torch.float32 tensor \[8, 8, 3\]"),
+    (np.zeros((8, 8, 3), np.int32), r"int32 array \[8, 8, 3\]"),
+    (np.full((8, 8, 3), 255.0), "float64 .* 255"),
+    (np.zeros((8, 8), np.uint8), r"uint8 array \[8, 8\]"),
+    (b"nothing like an image", "image 0"),
+    ("https://name:pw@example.org/a.jpg", "https://example.org/a.jpg"),
+    ([Image.new("F", (8, 8))], "floating-point"),
+    (["no/such/image.png"], "no/such/image.png"),
+    (Path(__file__), r"test_api\.py"),
 ]
 
 
-def test_wrong_arguments_get_a_sentence(matcher: Matcher, tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused(matcher: Matcher, tmp_path: Path) -> None:
     texts, folder = matcher.encode_text(CAPTIONS), saved(tmp_path)
-    vec = texts["vec"].clone()
-    vec[1, 0] = float("nan")
-    for images, message in WRONG:
-        matcher.model.train()
-        with pytest.raises(ValueError, match=message):
+    nan = {**texts, "vec": texts["vec"].clone()}
+    nan["vec"][1, 0] = float("nan")
+    matcher.model.train()
+    for images, word in WRONG:
+        with pytest.raises(ValueError, match=word):
             matcher.encode_image(images)
         assert matcher.model.training
-    for call, message in (
-        (lambda: matcher.encode_text([]), "got no texts: expected at least one"),
-        (lambda: matcher.encode_text(["a", 1]), "an int as text 1"),  # type: ignore[list-item]
-        (lambda: matcher.encode_text(3), "got an int as texts: expected"),  # type: ignore[arg-type]
-        (lambda: matcher.encode_image(photo(0), batch=0), "batch size is 0"),
-        (lambda: matcher.score(texts, {**texts, "vec": vec}), "the score of image 0 with text 1 is nan"),
-        (lambda: matcher.score_pairs({**texts, "vec": vec}, texts), "the score of image 1 with text 1 is nan"),
+    for call, word in (
+        (lambda: matcher.encode_text([]), "no texts"),
+        (lambda: matcher.encode_text(["a", 1]), "text 1"),  # type: ignore[list-item]
+        (lambda: matcher.encode_text(3), "int"),  # type: ignore[arg-type]
+        (lambda: matcher.encode_image(photo(0), batch=0), "batch"),
+        (lambda: matcher.score(texts, nan), "image 0 with text 1 is nan"),
+        (lambda: matcher.score_pairs(nan, texts), "image 1 with text 1 is nan"),
         (lambda: matcher.score_pairs(texts, matcher.encode_text("a")), "3 images and 1 texts"),
-        (lambda: matcher.score({}, CAPTIONS), 'features need a "vec"'),
-        (lambda: matcher.score({"vec": np.ones((2, 16))}, texts), 'features need a "vec"'),  # type: ignore[dict-item]
-        (lambda: matcher.score({"vec": torch.ones(2, 7)}, texts), "features of 7 and of 16 dimensions"),
-        (lambda: matcher.score(texts, texts, "near"), "nearest is 'near'"),  # type: ignore[arg-type]
-        (lambda: matcher.class_features("circle"), "expected a list of at least one name"),
-        (lambda: matcher.show(photo(0), CAPTIONS, torch.ones(1, 1)), r"scores are \[1, 1\]: expected \[1, 3\]"),
-        (lambda: matcher.to("tpu"), "expected auto, cpu, mps, cuda or cuda:N"),
-        (lambda: matcher.save(tmp_path / "other"), "was not loaded from a model folder"),
-        (lambda: kiloword.load(folder).save(folder), "exists and is not an empty folder"),
-        (lambda: kiloword.load(folder, size=5), "below the patch size"),
+        (lambda: matcher.score({}, CAPTIONS), "vec"),
+        (lambda: matcher.score({"vec": np.ones((2, 16))}, texts), "vec"),  # type: ignore[dict-item]
+        (lambda: matcher.score({"vec": torch.ones(2, 7)}, texts), "7 and of 16"),
+        (lambda: matcher.score(texts, texts, "near"), "near"),  # type: ignore[arg-type]
+        (lambda: matcher.class_features("circle"), "list"),
+        (lambda: matcher.show(photo(0), CAPTIONS, torch.ones(1, 1)), r"\[1, 1\].*\[1, 3\]"),
+        (lambda: matcher.to("tpu"), "cuda"),
+        (lambda: matcher.save(tmp_path / "other"), "model folder"),
+        (lambda: kiloword.load(folder).save(folder), "exists"),
+        (lambda: kiloword.load(folder, size=5), "patch"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=word):
             call()
 
 
@@ -214,8 +214,8 @@ def test_a_model_that_was_changed_gets_a_card_of_its_own(tmp_path: Path, method:
     model = kiloword.load(folder, dim=dim, size=64, context=30)
     card = kiloword.load(model.save(tmp_path / "out")).card
     assert "Images of 64 pixels, texts of at most 30 tokens" in card
-    assert "image.size is 64 instead of 32; " in card
-    assert ("head.dim is 8 instead of" in card) == (dim is not None)
+    assert "image.size is 64 instead of 32" in card
+    assert ("head.dim is 8" in card) == (dim is not None)
     (folder / "README.md").unlink()
     assert kiloword.load(kiloword.load(folder, size=64).save(tmp_path / "plain")).card == ""
 
@@ -245,17 +245,16 @@ def test_devices(matcher: Matcher, monkeypatch: pytest.MonkeyPatch) -> None:
         choose("mps")
 
 
-def test_a_gpu_that_is_full_gets_half_the_batch(matcher: Matcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_full_gets_half_the_batch(matcher: Matcher) -> None:
     images, tried = [photo(n) for n in range(7)], []
-    expected, encode = matcher.encode_image(images)["vec"], matcher.model.encode_image
+    expected = matcher.encode_image(images)["vec"]
 
-    def full(pixels: torch.Tensor) -> Any:
-        tried.append(len(pixels))
-        if len(pixels) > 3:
+    def full(tower: Any, given: Any) -> None:
+        tried.append(len(given[0]))
+        if len(given[0]) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return encode(pixels)
 
-    monkeypatch.setattr(matcher.model, "encode_image", full)
+    matcher.model.image_tower.register_forward_pre_hook(full)
     torch.testing.assert_close(matcher.encode_image(images)["vec"], expected)
     assert tried == [7, 3, 3, 1]
     with pytest.raises(torch.OutOfMemoryError):

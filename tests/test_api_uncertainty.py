@@ -1,4 +1,4 @@
-"""Matcher over Gaussians: uncertainty, distance, inclusion, and a sentence for models that have none."""
+"""Matcher over Gaussians: uncertainty, distance and inclusion; models that have none are refused."""
 
 from __future__ import annotations
 
@@ -97,25 +97,25 @@ def test_overlap_is_what_the_model_calls_a_match(method: str) -> None:
 
 
 WRONG: list[tuple[Any, str]] = [
-    (["a dog"], "need a .vec."),
-    ({"log_var": torch.zeros(2, 16)}, "need a .vec."),
-    ({"vec": torch.zeros(2, 16)}, r'no "log_var".*prolip.*\+gaussian'),
+    (["a dog"], "vec"),
+    ({"log_var": torch.zeros(2, 16)}, "vec"),
+    ({"vec": torch.zeros(2, 16)}, r"log_var.*\+gaussian"),
     ({"vec": torch.zeros(2, 16), "log_var": torch.zeros(1, 16)}, "log_var"),
-    ({"vec": torch.zeros(1, 2, 16), "log_var": torch.zeros(1, 2, 16)}, "need a .vec."),
-    (at(1.0, -5.0, dim=4), "dimensions: expected features of one model"),
+    ({"vec": torch.zeros(1, 2, 16), "log_var": torch.zeros(1, 2, 16)}, "vec"),
+    (at(1.0, -5.0, dim=4), "dimensions"),
 ]
 
 
 def test_what_are_no_features_of_this_model_is_refused() -> None:
     m, softmax, good = matcher(), matcher("clip+gaussian"), at(1.0, -5.0)
-    for given, sentence in WRONG:
+    for given, word in WRONG:
         for measure in (m.distance, m.inclusion, m.includes):
             for a, b in ((given, good), (good, given)):
-                with pytest.raises(ValueError, match=sentence):
+                with pytest.raises(ValueError, match=word):
                     measure(a, b)
-    with pytest.raises(ValueError, match="form is 'printed'"):
+    with pytest.raises(ValueError, match="printed"):
         m.inclusion(good, good, form="printed")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="softmax never learned that"):
+    with pytest.raises(ValueError, match="softmax"):  # which learned no overlap
         softmax.includes(good, good)
     assert softmax.includes(good, good, overlap=1.0).shape == (1, 1)
 
@@ -154,7 +154,6 @@ def test_retrieval_ranks_by_what_is_chosen() -> None:
     assert found["csd"] == found[None] != found["cosine"]  # the score of prolip is 1 - CSD / 2
     listed = evaluate(m, "retrieval", "scenes:test?n=12", nearest="cosine", shortlist=99)
     assert {name: listed[name] for name in found["cosine"]} == pytest.approx(found["cosine"])
-    with pytest.raises(ValueError, match="nearest is 'near': expected cosine, csd or None"):
-        evaluate(m, "retrieval", "scenes:test?n=12", nearest="near")
-    with pytest.raises(ValueError, match='have no "log_var": their model is not Gaussian'):
-        evaluate(matcher("siglip"), "retrieval", "scenes:test?n=12", nearest="csd")
+    for method, nearest, word in (("prolip", "near", "near"), ("siglip", "csd", "log_var")):
+        with pytest.raises(ValueError, match=word):
+            evaluate(matcher(method), "retrieval", "scenes:test?n=12", nearest=nearest)

@@ -22,7 +22,7 @@ MADE = ("PKG-INFO", "setup.cfg", "kiloword.egg-info")  # by setuptools
 BUILD = "import sys, setuptools.build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
 
 
-def run(*words: str, cwd: Path, **variables: str) -> str:
+def python(*words: str, cwd: Path, **variables: str) -> str:
     env = {name: v for name, v in os.environ.items() if name != "PYTHONPATH"} | variables
     done = subprocess.run([sys.executable, *words], cwd=cwd, env=env, text=True, capture_output=True, check=False)
     assert not done.returncode, done.stderr[-2000:]
@@ -41,7 +41,7 @@ def build(kind: str, source: Path, out: Path) -> Path:
     """An archive of a copy of the sources, which is left as it was."""
     copy = out / "copy"
     shutil.copytree(source, copy)
-    run("-c", BUILD, f"build_{kind}", str(out), cwd=copy, SOURCE_DATE_EPOCH="1700000000")
+    python("-c", BUILD, f"build_{kind}", str(out), cwd=copy, SOURCE_DATE_EPOCH="1700000000")
     shutil.rmtree(copy)
     (path,) = out.iterdir()
     return path
@@ -83,13 +83,12 @@ def test_a_wheel_from_the_source_archive_works_alone(tmp_path: Path) -> None:
         path.relative_to(alone).as_posix() for path in (alone / "kiloword").rglob("*") if path.is_file()
     }
     assert (alone / "kiloword" / "py.typed").is_file()
-    assert (alone / f"kiloword-{kiloword.__version__}.dist-info" / "licenses" / "LICENSE").is_file()
     info = f"kiloword-{kiloword.__version__}.dist-info"
+    assert (alone / info / "licenses" / "LICENSE").is_file()
     assert {path.name for path in alone.iterdir()} == {"kiloword", info}
     check_metadata((alone / info / "METADATA").read_text(encoding="utf-8"))
-    said = run("-m", "kiloword", "--version", cwd=tmp_path, PYTHONPATH=str(alone))
-    assert kiloword.__version__ in said
-    where = run("-c", "import kiloword; print(kiloword.__file__)", cwd=tmp_path, PYTHONPATH=str(alone))
+    assert kiloword.__version__ in python("-m", "kiloword", "--version", cwd=tmp_path, PYTHONPATH=str(alone))
+    where = python("-c", "import kiloword; print(kiloword.__file__)", cwd=tmp_path, PYTHONPATH=str(alone))
     assert Path(where.strip()).is_relative_to(alone)
 
 

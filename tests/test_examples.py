@@ -53,15 +53,10 @@ def _is_of(thing: Any, inner: Any, name: str) -> bool:
 FUNCTIONS = dict(documented())
 
 
-def test_the_reference_has_functions() -> None:
-    assert {"kiloword.api.load.load", "kiloword.api.matcher.Matcher.score", "kiloword.types.Texts.pack"} <= set(
-        FUNCTIONS
-    )
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_public_function_has_an_example(name: str) -> None:
-    assert re.search(rf"^>>> .*\b{FUNCTIONS[name].__name__}\b", PAGE, re.MULTILINE), f"{name} has no example"
+def test_a_public_function_has_an_example() -> None:
+    assert FUNCTIONS.keys() >= {"kiloword.api.load.load", "kiloword.api.matcher.Matcher.score"}
+    for name, function in FUNCTIONS.items():
+        assert re.search(rf"^>>> .*\b{function.__name__}\b", PAGE, re.MULTILINE), f"{name} has no example"
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from counting import opened_in
-from holding import held_by_another, process
+from commands import held_by_another, process
 from kiloword.files import Lock, SaveError, atomic, is_taken, new_folder, write_atomic
 
 WRITE = """
@@ -77,7 +76,8 @@ def test_a_file_is_on_disk_before_it_has_its_name_and_then_its_folder(
     monkeypatch.setattr(Path, "replace", lambda self, to: events.append(f"name {to.name}") or replace(self, to))
     write_atomic(tmp_path / "in" / "a", b"seven b")
     assert events == ["sync 7 bytes", "name a", "sync folder"]
-    assert opened_in(tmp_path) == []
+    links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    assert not [link for link in links if link.is_symlink() and os.readlink(link).startswith(f"{tmp_path}/")]
 
 
 def test_writers_of_one_file_do_not_mix(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from kiloword.config.recipes import sizes
 from kiloword.config.settings import ABOVE_0, BELOW_1, UNLIMITED, Leaf, leaves
 from kiloword.evaluation import TASKS
 from kiloword.methods.defaults import default_recipe
-from kiloword.methods.registry import components, find, names, preset
+from kiloword.methods.registry import PRESETS, components, find, preset
 from kiloword.training.command import Train
 from kiloword.verify.command import Verify
 
@@ -274,7 +274,7 @@ def methods() -> str:
         "its name before theirs: `--settings.compose.rho`. [Methods](../methods.md) shows them at work."
     )
     parts = [intro]
-    for name in names():
+    for name in PRESETS:
         parts += [f"## {name}", f"Source: {preset(name).source}.", settings_of(name)]
     parts += ["# Components", "A component fills a slot of another method: `kiloword train siglip+NAME`."]
     for name, one in components().items():

@@ -24,7 +24,7 @@ METHODS = (
     *("cappa", "clip", "clip-c", "coca", "filip", "flair", "llip", "pcme++", "prolip", "prolip-released"),
     *("siglip", "slip", "sycoca", "vqa", "fff --settings.positives annotated", "siglip+many+bias-search"),
     *("llip+compose", "prolip+mixup", "siglip+exact+many", "siglip+matryoshka", "clip+negatives", "clip+gaussian"),
-    *("siglip+superclass", "clip+self-distill", "flair+cutmix", "clip+clic", "siglip+text-crops", "sycoca+many"),
+    *("siglip+superclass", "clip+self-distill", "flair+cutmix", "clip+clic", "sycoca+many"),
     *("clip+maxsim", "siglip+caption+simclr", "siglip+concepts", "llip+gaussian+inclusion"),
 )
 

@@ -1,12 +1,12 @@
-// The page: a text or an image becomes a vector, by the exported graphs in onnxruntime-web, and the scenes are ranked.
-// `data-state` of the document is "loading", "ready" (first scenes), "done" (a ranking) or "error".
+// The page: a text or an image becomes a vector, by the exported graphs in onnxruntime-web, and the images are ranked.
+// `data-state` of the document is "loading", "ready" (first images), "done" (a ranking) or "error".
 
 import { Tokenizer } from "./tokenizer.js";
 
 const SHOWN = 12;
-const LIKE = "Scenes like this one"; // heading of a ranking by a stored vector
+const LIKE = "Images like this one"; // heading of a ranking by a stored vector
 const at = (id) => document.getElementById(id);
-let scenes; // demo.json, with the vectors and the sprite of the scenes
+let images; // demo.json, with their vectors and their sprite
 let model; // {ort, tokenizer, text, image}; graphs are opened when they are first needed
 let asked = 0; // rankings, so that a slow one never replaces a later one
 
@@ -26,16 +26,16 @@ async function read(path, kind) {
   }
 }
 
-async function openScenes() {
-  const [facts, vectors, image] = await Promise.all([
+async function openImages() {
+  const [facts, vectors, sheet] = await Promise.all([
     read("demo.json", "json"),
     read("features.bin", "arrayBuffer"),
-    read("scenes.webp", "blob"),
+    read("images.webp", "blob"),
   ]);
   if (vectors.byteLength !== 4 * facts.dim * facts.captions.length) {
     throw new Error(`features.bin has ${vectors.byteLength} bytes, expected ${4 * facts.dim * facts.captions.length}. Make the page again, by make demo.`);
   }
-  const sprite = await createImageBitmap(image);
+  const sprite = await createImageBitmap(sheet);
   return { ...facts, sprite, vectors: new Float32Array(vectors) }; // browsers run on little-endian machines alone
 }
 
@@ -57,13 +57,9 @@ async function openModel() {
 }
 
 async function openGraph(ort, name) {
-  const weights = `${name}.onnx.data`;
-  const [graph, data] = await Promise.all([`${name}.onnx`, weights].map((file) => read(`model/${file}`, "arrayBuffer")));
+  const graph = await read(`model/${name}.onnx`, "arrayBuffer");
   try {
-    return await ort.InferenceSession.create(graph, {
-      executionProviders: ["wasm"],
-      externalData: [{ path: weights, data }],
-    });
+    return await ort.InferenceSession.create(graph, { executionProviders: ["wasm"] });
   } catch (error) {
     throw new Error(`The model does not run in this browser (${String(error.message ?? error).slice(0, 200)}).`);
   }
@@ -118,13 +114,13 @@ function planes(bytes, mean, std) {
   });
 }
 
-/** Scenes with scores, best first; equal scores in the order of the scenes. */
+/** Images with scores, best first; equal scores in their order. */
 function ranked(vector) {
-  const { dim, vectors } = scenes;
-  const scores = scenes.captions.map((_, scene) => {
+  const { dim, vectors } = images;
+  const scores = images.captions.map((_, image) => {
     let sum = 0;
-    for (let n = 0; n < dim; n++) sum += vectors[scene * dim + n] * vector[n];
-    return { scene, score: sum };
+    for (let n = 0; n < dim; n++) sum += vectors[image * dim + n] * vector[n];
+    return { image, score: sum };
   });
   return scores.sort((a, b) => b.score - a.score);
 }
@@ -136,21 +132,21 @@ function element(name, attributes = {}, ...children) {
   return made;
 }
 
-/** A scene on a canvas: as a background of an element, its neighbours in the sprite would show at the edges. */
-function drawn(scene) {
-  const { columns, sprite } = scenes;
+/** An image on a canvas: as a background of an element, its neighbours in the sprite would show at the edges. */
+function drawn(image) {
+  const { columns, sprite } = images;
   const side = sprite.width / columns;
   const canvas = element("canvas", { width: side, height: side });
-  const [x, y] = [(scene % columns) * side, Math.floor(scene / columns) * side];
+  const [x, y] = [(image % columns) * side, Math.floor(image / columns) * side];
   canvas.getContext("2d").drawImage(sprite, x, y, side, side, 0, 0, side, side);
   return canvas;
 }
 
-function tile({ scene, score }, place) {
-  const caption = scenes.captions[scene];
-  const button = element("button", { type: "button", class: "scene", "aria-label": `Scenes like this: ${caption}` }, drawn(scene));
-  button.addEventListener("click", () => rankByScene(scene));
-  const item = element("li", { "data-scene": scene }, button);
+function tile({ image, score }, place) {
+  const caption = images.captions[image];
+  const button = element("button", { type: "button", class: "image", "aria-label": `Images like this: ${caption}` }, drawn(image));
+  button.addEventListener("click", () => rankByImage(image));
+  const item = element("li", { "data-image": image }, button);
   if (score !== undefined) {
     const filled = element("span");
     filled.style.width = `${100 * Math.min(Math.max(score, 0), 1)}%`;
@@ -164,7 +160,7 @@ function tile({ scene, score }, place) {
 
 function show(title, matches) {
   at("results").textContent = title;
-  at("scenes").replaceChildren(...matches.map(tile));
+  at("images").replaceChildren(...matches.map(tile));
   at("legend").hidden = false;
 }
 
@@ -187,7 +183,7 @@ async function rank(title, address, vectorIs, note = "") {
     if (mine !== asked) return;
     show(title, order.slice(0, SHOWN));
     const inModel = title === LIKE ? "" : ` (the model: ${(encoded - start).toFixed(1)} ms)`;
-    say(`${order.length} scenes ranked in ${(end - start).toFixed(1)} ms${inModel}.${note}`, "done");
+    say(`${order.length} ${images.what} ranked in ${(end - start).toFixed(1)} ms${inModel}.${note}`, "done");
   } catch (error) {
     if (mine === asked) say(error.message, "error");
   }
@@ -198,28 +194,31 @@ function rankByText(text) {
   if (!model) return undefined; // its message stands there already
   const { ids, tokens } = model.tokenizer.encode(text);
   const { room } = model.tokenizer;
-  if (!tokens) return say("The sentence is empty: type one, such as “a red circle”.", "error");
+  if (!tokens) return say("The sentence is empty: type one, such as “${images.examples[0]}”.", "error");
   const note = tokens > room ? ` The sentence has ${tokens} tokens, of which the model reads the first ${room}.` : "";
   const short = text.length > 80 ? `${text.slice(0, 80)}…` : text;
   return rank(`“${short}”`, `?${new URLSearchParams({ q: text })}`, () => textVector(ids), note);
 }
 
-async function rankByScene(scene) {
-  const { dim, vectors } = scenes;
-  await rank(LIKE, `?like=${scene}`, () => vectors.subarray(scene * dim, (scene + 1) * dim));
+async function rankByImage(image) {
+  const { dim, vectors } = images;
+  await rank(LIKE, `?like=${image}`, () => vectors.subarray(image * dim, (image + 1) * dim));
   at("results").focus({ preventScroll: true }); // the button that had it is gone
   at("results").scrollIntoView({ block: "nearest" });
 }
 
 function rankByFile(file) {
-  if (file && model) rank(`Scenes like ${file.name.slice(0, 80)}`, "?", () => imageVector(file));
+  if (file && model) rank(`Images like ${file.name.slice(0, 80)}`, "?", () => imageVector(file));
 }
 
-function describe({ model: facts, words, captions, image_size: side }) {
+function describe({ model: facts, words = {}, captions, image_size: side, what, about, examples }) {
   at("model").textContent =
     `${facts.method}, size ${facts.size}, ${(facts.parameters / 1e6).toFixed(1)} million parameters` +
     (facts.steps ? `, trained by kiloword for ${facts.steps.toLocaleString("en")} steps on ${facts.data}. ` : ". ") +
-    `It sees images of ${side} × ${side} pixels. The ${captions.length} scenes of this page are of the split for tests, which training on scenes leaves aside.`;
+    `It sees images of ${side} × ${side} pixels. This page has ${captions.length} ${what}. ${about}`;
+  document.querySelectorAll(".what").forEach((place) => place.replaceChildren(what));
+  at("examples").replaceChildren(...examples.map((text) => element("button", { type: "button" }, text)));
+  at("of-scenes").hidden = !Object.keys(words).length;
   const entries = Object.entries(words).flatMap(([kind, list]) => [element("dt", {}, kind), element("dd", {}, list.join(", "))]);
   at("words").replaceChildren(...entries);
 }
@@ -229,9 +228,7 @@ function listen() {
     event.preventDefault();
     rankByText(at("q").value);
   });
-  document.querySelectorAll(".examples button").forEach((button) => {
-    button.addEventListener("click", () => rankByText(button.textContent));
-  });
+  at("examples").addEventListener("click", ({ target }) => target.matches("button") && rankByText(target.textContent));
   at("file").addEventListener("change", (event) => rankByFile(event.target.files[0]));
   document.addEventListener("dragover", (event) => event.preventDefault());
   document.addEventListener("drop", (event) => {
@@ -244,9 +241,9 @@ async function start() {
   say("Loading the model …", "loading");
   listen();
   try {
-    scenes = await openScenes();
-    describe(scenes);
-    show("Some of the scenes", scenes.captions.slice(0, SHOWN).map((_, scene) => ({ scene })));
+    images = await openImages();
+    describe(images);
+    show(`Some of the ${images.what}`, images.captions.slice(0, SHOWN).map((_, image) => ({ image })));
     model = await openModel();
   } catch (error) {
     return say(error.message, "error");
@@ -255,7 +252,7 @@ async function start() {
   const typed = query.get("q") ?? at("q").value; // typed while the model was loading
   if (typed) return rankByText(typed);
   const like = Number(query.get("like") ?? NaN);
-  if (Number.isInteger(like) && like >= 0 && like < scenes.captions.length) return rankByScene(like);
+  if (Number.isInteger(like) && like >= 0 && like < images.captions.length) return rankByImage(like);
   return say("Ready: type a sentence, or choose an example.", "ready");
 }
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kiloword.api.matcher import Matcher
 from kiloword.distributed.device import choose
 from kiloword.interop.names import local_folder
 from kiloword.methods.registry import omitted
+from kiloword.model.model import Model, resize, resize_text
 from kiloword.model.prefix import keep_prefix_
 from kiloword.models.adapters import FILE
 from kiloword.models.card import CARD
 from kiloword.models.model_folder import WEIGHTS, model_files, open_model, read_model_file
 from kiloword.models.trust import Trust
-from kiloword.terminal import warn
-
-if TYPE_CHECKING:
-    from kiloword.model.model import Model
 
 LONGEST_CARD = 1 << 20  # bytes
 
@@ -57,25 +54,16 @@ def load(
     file = read_model_file(folder, WEIGHTS if base is None else FILE)
     model = _resized(model, size, context)
     if dim is not None:
-        if note := keep_prefix_(model, dim):
-            warn(f"note: {note}")
+        keep_prefix_(model, dim)
         settings = {name: value for name, value in file.settings.items() if name != "matryoshka"}
         file = replace(file, method=omitted(file.method, "matryoshka"), settings=settings)
-    return Matcher(model, tokenizer, slots, file, read_card(folder))
-
-
-def read_card(folder: Path) -> str:
-    """The text of a folder's README.md, of at most LONGEST_CARD bytes; "" where there is none."""
-    try:
-        with (folder / CARD).open("rb") as file:
-            return file.read(LONGEST_CARD).decode(errors="replace")
-    except OSError:
-        return ""
+    card = ""
+    with suppress(OSError), (folder / CARD).open("rb") as opened:
+        card = opened.read(LONGEST_CARD).decode(errors="replace")
+    return Matcher(model, tokenizer, slots, file, card)
 
 
 def _resized(model: Model, size: int | None, context: int | None) -> Model:
-    from kiloword.model.model import Model, resize, resize_text
-
     config, state = model.config, model.state_dict()
     if size not in (None, config.image.size):
         config, state = resize(config, state, size)

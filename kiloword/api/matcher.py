@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kiloword.api.batches import image_batch, in_batches, text_batch
-from kiloword.api.features import both, finite, rows_of
+from kiloword.api.features import batches, both, finite, in_batches, rows_of
 from kiloword.api.show import ScoreTable, ShownFeatures
 from kiloword.config.recipes import Nearest
 from kiloword.data.classes import Templates
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from kiloword.model.model import Model
 
 
+@dataclass(repr=False, eq=False)
 class Matcher:
     """A model with its tokenizer and preprocessing. Every method works in batches and without gradients.
 
@@ -53,19 +53,11 @@ class Matcher:
     `config.json` of its folder, which `save` needs; card: the text of the folder's README.md.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        tokenizer: Tokenizer,
-        method: Method | None = None,
-        file: ModelFile | None = None,
-        card: str = "",
-    ) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
-        self.method = method
-        self.file = file
-        self.card = card
+    model: Model
+    tokenizer: Tokenizer
+    method: Method | None = None
+    file: ModelFile | None = None
+    card: str = ""
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the method where its name is known: it has functions that pickle cannot write."""
@@ -95,7 +87,7 @@ class Matcher:
     def save(self, folder: str | Path) -> Path:
         """Write a model folder that `load` reads; returns it.
 
-        Its card is that of the folder, or a new one where the model was changed since, such as its image size.
+        The card of the folder that the model came from is copied. A model that was changed since gets a new card.
         Raises: ValueError when the folder holds something else, or for a model that no folder's config.json describes.
         """
         if self.file is None:
@@ -139,7 +131,7 @@ class Matcher:
         Args: batch: images encoded at a time; None: 64 on a CPU, 512 on a GPU, and fewer where its memory is full.
         Raises: ValueError for an item that is not an image, or a file that cannot be read as one.
         """
-        several, size = as_list(images), image_batch(self.model) if batch is None else batch
+        several, size = as_list(images), batches(self.model)[0] if batch is None else batch
         if size < 1:
             raise ValueError(f"the batch size is {size}: expected at least 1.")
 
@@ -164,7 +156,7 @@ class Matcher:
         if wrong is not None:
             raise ValueError(f"got {kind(several[wrong])} as text {wrong}: expected strings.")
         with showing(progress):
-            features = encode_texts(self.model, self.tokenizer, several, batch or text_batch(self.model))
+            features = encode_texts(self.model, self.tokenizer, several, batch or batches(self.model)[1])
         return _features(features, isinstance(texts, str))
 
     def score(

@@ -45,7 +45,7 @@ def load_kiloword(model_name: str, pretrained: str, cache_dir: str | None = None
 
 def main() -> None:
     """Run CLIP_benchmark's command on the words of this one."""
-    from kiloword.interop.open_clip_config import torchvision_ready
+    from kiloword.model.trunks.libraries import torchvision_ready
 
     torchvision_ready()
     try:

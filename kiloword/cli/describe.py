@@ -1,4 +1,4 @@
-"""The verbs methods, sizes and doctor: tables of methods and components, of sizes, and of this machine."""
+"""The verbs methods, sizes and doctor: tables of methods, of sizes, and of this machine. No torch at import."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
-
-import torch
+from typing import TYPE_CHECKING
 
 from kiloword.__version__ import __version__
 from kiloword.config.recipes import ModelConfig, sizes
-from kiloword.distributed.device import cores
 from kiloword.errors import needs
-from kiloword.methods.method import Method
-from kiloword.methods.registry import components, names, preset
-from kiloword.model.model import Model, tower_shape
-from kiloword.model.trunks.libraries import torchvision_ready
 from kiloword.terminal import say
 from kiloword.terminal.screen import say_table
+
+if TYPE_CHECKING:
+    from kiloword.methods.method import Method
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,9 @@ class Methods:
 
     def run(self) -> None:
         """Print two tables."""
-        every = [slots(preset(name)) for name in names()]
+        from kiloword.methods.registry import PRESETS, components, preset
+
+        every = [slots(preset(name)) for name in PRESETS]
         say_table([list(one.values()) for one in every], *every[0])
         say("Components fill a slot of another method: kiloword train siglip+NAME.")
         say_table([(name, c.slot, c.summary) for name, c in components().items()], "component", "slot", "summary")
@@ -70,6 +69,8 @@ class Sizes:
 
     def run(self) -> None:
         """Print a table, with parameters."""
+        from kiloword.model.model import tower_shape
+
         rows = []
         for name, config in sizes().items():
             image, text = config.image, config.text
@@ -82,10 +83,13 @@ class Sizes:
 
 def parameters(config: ModelConfig) -> int:
     """Number of parameters of a clip model."""
-    method = preset("clip")
+    import torch
+
+    from kiloword.methods.registry import preset
+    from kiloword.models.build import build
+
     with torch.device("meta"):
-        model = Model(config, method.head(method.shape(config)))
-    return sum(p.numel() for p in model.parameters())
+        return sum(p.numel() for p in build(config, preset("clip")).parameters())
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,11 @@ class Doctor:
 
     def run(self) -> None:
         """Print a table."""
+        import torch
+
+        from kiloword.distributed.device import cores
+        from kiloword.model.trunks.libraries import torchvision_lines
+
         cards = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
         omp = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("OMP_", "MKL_NUM"))]
         rows = {
@@ -110,11 +119,7 @@ class Doctor:
             missing = ", ".join(package for package, version in packages.items() if not version)
             rows[f"extra {extra}"] = "; ".join(filter(None, [have, missing and needs("it", missing, extra)]))
         say_table(list(rows.items()), "", "")
-        if torchvision_ready() is not None:
-            say(
-                f"torchvision was built for another torch than {torch.__version__}: kiloword works, but programs that "
-                "import torchvision stop. Install the one that belongs to your torch."
-            )
+        say(*torchvision_lines())
 
 
 def extras() -> dict[str, dict[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
@@ -19,32 +20,23 @@ class Import:
     Examples:
       kiloword import open_clip ViT-B-32 weights.safetensors --out models/b32
       kiloword import prolip model.safetensors --out models/prolip
+      kiloword import llip llip-b16-released llip_b16_k32.pt --out models/llip
     """
 
-    format: Positional[Literal["open_clip", "prolip"]]  # format of the weights
-    # open_clip: open_clip's name of the model, then a .safetensors or .pt file (read with weights_only); prolip: the
-    # file, with config.json and tokenizer.json in the same folder
+    format: Positional[Literal["open_clip", "prolip", "llip"]]  # format of the weights
+    # open_clip: NAME, NAME@TAG (the tag of published weights gives preprocessing and activation) or CONFIG.json, then a
+    # .safetensors or .pt file (read with weights_only); prolip: the file, with config.json and tokenizer.json in the
+    # same folder; llip: a recipe of llip, then the file
     weights: Some[str]
     out: Path  # model folder to write
-    # open_clip: tag of published weights, such as openai or dfn5b, which decides preprocessing and activation
-    tag: str = ""
 
     def run(self) -> None:
         """Write a model folder. Raises: ValueError for weights that cannot be translated."""
-        if self.format != "open_clip" and self.tag:
-            raise ValueError(f"--tag {self.tag} is of import open_clip, not of import {self.format}.")
-        expected = "NAME PATH" if self.format == "open_clip" else "PATH"
+        expected = "PATH" if self.format == "prolip" else "NAME PATH"
         if len(self.weights) != len(expected.split()):
             raise ValueError(f"import {self.format} got {' '.join(self.weights)}: expected {expected}.")
-        if self.format == "open_clip":
-            from kiloword.interop.open_clip import main
-
-            name, path = self.weights
-            main(f"{name}@{self.tag}" if self.tag else name, Path(path), self.out)
-        else:
-            from kiloword.interop.prolip import main as main_prolip
-
-            main_prolip(Path(self.weights[0]), self.out)
+        *names, path = self.weights
+        import_module(f"kiloword.interop.{self.format}").main(*names, Path(path), self.out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +44,18 @@ class Export:
     """Export a model to another library, and compare both.
 
     open_clip and transformers take the architectures of CLIP and SigLIP; sentence-transformers takes CLIP alone. onnx
-    and torch take most other models too, as an image graph and a text graph for batches of any size. safetensors takes
-    the weights of any model. The export is loaded by its library, and refused if a feature differs by more than 1e-4.
+    and torch take most other models too, as an image graph and a text graph for batches of any size. immich writes what
+    the photo server of that name reads; safetensors takes the weights of any model. The export is loaded by its
+    library, and refused if a feature differs by more than 1e-4.
 
     Examples:
       kiloword export open_clip runs/clip/model --out exported
     """
 
     # library or format
-    target: Positional[Literal["open_clip", "transformers", "onnx", "sentence-transformers", "torch", "safetensors"]]
+    target: Positional[
+        Literal["open_clip", "transformers", "onnx", "sentence-transformers", "torch", "immich", "safetensors"]
+    ]
     model: Positional[str]  # model folder, run folder, or a model of another library (open_clip:NAME:FILE, hf:FOLDER)
     out: Path  # new folder for the export and its model card, README.md
     # precision of the weights, for onnx alone; int8: quantised dynamically. With fp16 and int8, differences are

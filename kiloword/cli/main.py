@@ -104,7 +104,10 @@ def _run(words: Sequence[str]) -> None:
     if first == "--version":
         say(__version__)
     elif first in ("-h", "--help"):
-        _list_verbs()
+        say("usage: kiloword VERB ..., and kiloword VERB --help", "")
+        for group, verbs in VERBS.items():
+            say(group, *(f"  {name:11} {line}" for name, (_, line) in verbs.items()), "")
+        say("Shell completion: kiloword --completion bash, zsh, tcsh or fish prints a script.")
     elif first == "--completion":
         _print_completion(words[1:])
     elif first not in places:
@@ -143,13 +146,6 @@ def check(verb: Any, words: Sequence[str]) -> None:
             raise ValueError(f"{what} is missing: give one or several, see kiloword {words[0]} --help.")
         if name in OUTPUTS and isinstance(value, Path) and (value.is_dir() or value.parent.is_file()):
             raise ValueError(f"--{flag} {value} cannot be written: expected the name of a file.")
-
-
-def _list_verbs() -> None:
-    say("usage: kiloword VERB ..., and kiloword VERB --help", "")
-    for group, verbs in VERBS.items():
-        say(group, *(f"  {name:11} {line}" for name, (_, line) in verbs.items()), "")
-    say("Shell completion: kiloword --completion bash, zsh, tcsh or fish prints a script.")
 
 
 def _print_completion(shells: Sequence[str]) -> None:

@@ -115,7 +115,7 @@ class Classify(Device):
             raise ValueError(f"--top is {self.top} and --batch {self.batch}: expected at least 1.")
         import torch
 
-        from kiloword.api.batches import image_batch
+        from kiloword.api.features import batches
         from kiloword.data.classes.names import read_templates, slotted
         from kiloword.files import write_json
         from kiloword.model.encoding import chunks
@@ -127,7 +127,7 @@ class Classify(Device):
         found, skipped, left = dict[Path, list[dict[str, Any]]](), dict[str, str](), LeftOut("image")
         with showing():
             classes = matcher.class_features(names, templates)
-            parts = list(chunks(len(files), self.batch or image_batch(matcher.model)))
+            parts = list(chunks(len(files), self.batch or batches(matcher.model)[0]))
             for part in track(parts, "images", "images", len(files), lambda part: part.stop - part.start):
                 usable = {}
                 for path in files[part]:
@@ -167,7 +167,7 @@ def _class_names(classes: Sequence[str]) -> list[str]:
 
 
 def image_files(images: Sequence[Path]) -> list[Path]:
-    """Replace folders by the images in them and their subfolders, sorted. Prints what else they hold.
+    """Replace folders by the images in them and their subfolders, sorted. Prints which files are not images.
 
     Raises: ValueError for a folder without images.
     """

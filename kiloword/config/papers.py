@@ -154,7 +154,7 @@ def _read(name: str, table: Mapping[str, Any]) -> NamedRecipe:
     words = {word: entry.value for word, entry in every.items() if word in (*WORDS, *LENGTHS)}
     facts = {path.removeprefix(PLAN): every.pop(path) for path in list(every) if path.startswith(PLAN)}
     return replace(
-        parse({"name": name, **words}, NamedRecipe, strict=True),
+        parse({"name": name, **words}, NamedRecipe),
         entries={path: entry for path, entry in every.items() if path not in WORDS},
         facts=facts,
     )
@@ -210,7 +210,7 @@ def fill(recipe: Recipe, chosen: NamedRecipe, towers: bool = True) -> Recipe:
         if name not in ("epochs", "samples") and (towers or not name.startswith(TOWERS)):
             _put(tree, name.split("."), entry.value)
     try:
-        filled = parse(tree, Recipe, strict=True)
+        filled = parse(tree, Recipe)
         check(filled, prefix="")
     except ValueError as e:
         raise ValueError(f"recipe {chosen.name}: {e}") from e

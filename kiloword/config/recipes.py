@@ -32,6 +32,7 @@ class TrunkConfig(BaseSettings):
     name: str = setting("", "efficientnet-lite0, timm:NAME, open_clip:NAME, hf, ...; empty: none", flag="")
     width: int = setting(0, "width of its tokens", 0, 1 << 16, flag="")
     prefix: int = setting(0, "tokens before the map: class token, registers", 0, 4096, flag="")
+    whole: bool = setting(False, "its one vector, with its own pooling and projection", flag="")
     grid: int = setting(0, "of images: height and width of the map of tokens", 0, 1 << 13, flag="")
     config: dict[str, Any] = field(default_factory=dict, metadata=about("config.json of transformers", flag=""))
 
@@ -216,7 +217,7 @@ class DataConfig(BaseSettings):
     image_features: tuple[str, ...] = setting((), "tokens of images in place of their pixels (`embed --tokens`)")
     text_features: tuple[str, ...] = setting((), "tokens of captions in place of their words (`embed --tokens`)")
     captions: int | Literal["one", "all"] = setting(
-        "one", "captions (vqa: answers) of an image in a batch: one (drawn each epoch), all, or N"
+        "one", "captions (vqa: answers) of an image in a batch: one (drawn each epoch), all, or N", 1
     )
     rows: int = setting(0, "train on a fixed subset of this many rows, with partners from all; 0: all rows", 0)
     first_captions: bool = setting(
@@ -288,6 +289,16 @@ def _resnet(clip: bool) -> ModelConfig:
     )
 
 
+def _learned(base: ModelConfig, **image: Any) -> ModelConfig:
+    """A model for small data: a vocabulary trained on them, max pooling, no norm before the first block."""
+    return replace(
+        base,
+        image=replace(base.image, pre_norm=False, **image),
+        text=replace(base.text, context=48, vocab=4096, init_std=0.3),
+        head=replace(base.head, image_pool="max", text_pool="max"),
+    )
+
+
 def model_of_size(name: str) -> ModelConfig:
     """The model of a named size. Raises: ValueError for another name; for one of open_clip's it suggests ours."""
     named = sizes()
@@ -300,27 +311,16 @@ def model_of_size(name: str) -> ModelConfig:
 def sizes() -> dict[str, ModelConfig]:
     """The named sizes. debug: for tests; tiny: trains on a CPU in minutes; top: above towers of other
     libraries; others: open_clip's dimensions."""
-    small = _size(8, 128, 4, 8, 128, 3, 8, 128)
     # it learns within minutes (research/log.md) by positions of large norm, max pooling and small patches
-    tiny = replace(
-        small,
-        image=replace(small.image, size=64, stem="conv", pre_norm=False, init_std=1.0),
-        text=replace(small.text, context=48, vocab=4096, init_std=0.3),
-        head=replace(small.head, image_pool="max", text_pool="max"),
-    )
+    tiny = _learned(_size(8, 128, 4, 8, 128, 3, 8, 128), size=64, stem="conv", init_std=1.0)
     debug = replace(
         tiny,
         image=ImageConfig(size=32, patch=16, width=32, depth=2, heads=2, mlp=64),
         text=TextConfig(context=32, vocab=512, width=32, depth=2, heads=2, mlp=64),
         head=HeadConfig(dim=16),
     )
-    top = _size(32, 512, 1, 8, 256, 1, 8, 512)  # one block of images is worth 0.02 of R@1 on photos (research/log.md)
-    top = replace(
-        top,
-        image=replace(top.image, pre_norm=False),
-        text=replace(top.text, context=48, vocab=4096, init_std=0.3),
-        head=replace(top.head, image_pool="max", text_pool="max"),
-    )
+    # one block of images is worth 0.02 of R@1 on photos (research/log.md)
+    top = _learned(_size(32, 512, 1, 8, 256, 1, 8, 512))
     return {
         "debug": debug,
         "tiny": tiny,

@@ -136,23 +136,32 @@ def read_config(path: Path, kind: type[T]) -> T:
         raise ValueError(f"{path} cannot be used: {e} It was damaged, or written by another version.") from e
 
 
-def parse(value: Any, kind: type[T], strict: bool = False) -> T:
-    """Validate plain data as a settings dataclass. Args: strict: refuse "3" and true as numbers.
+def parse(value: Any, kind: type[T]) -> T:
+    """Validate plain data as a settings dataclass.
 
-    Raises: ValueError for unknown keys and wrong types.
+    Raises: ValueError for unknown keys and wrong types, such as "3" and true for numbers.
     """
     from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
     value = without_credentials(value)
     try:
-        if strict:
-            return TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
-        return TypeAdapter(kind).validate_python(value)
+        return TypeAdapter(kind).validate_json(json.dumps(value, default=str), strict=True)
     except PydanticUserError as e:  # of a user-defined method
         raise ValueError(f"{kind.__name__} is not a class of settings: expected fields of plain data.") from e
     except ValidationError as e:
         problems = [f"{'.'.join(map(str, x['loc'])) or 'it'}: {x['msg'].lower()}" for x in e.errors()]
         raise ValueError("; ".join(problems[:3]) + ".") from e
+
+
+def shown(value: Any) -> str:
+    """A value as tables and notes show it."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(shown, value)) or "none"
+    if value in (None, "", {}):
+        return "none"
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000:
+        return f"{value:_}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def differing(a: Any, b: Any, at: str = "") -> dict[str, tuple[Any, Any]]:

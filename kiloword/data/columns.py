@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pyarrow.parquet
 
 from kiloword.data.classes.names import places_among, spaced, text_lines
 from kiloword.data.rows import key_bytes
-from kiloword.data.sample import clean, decode_text, label_set
+from kiloword.data.sample import IMAGE_SUFFIXES, clean, decode_text, label_set
 from kiloword.errors import suggestion
 from kiloword.terminal import shown
 from kiloword.types import BadSample, LabelSet
@@ -26,6 +27,7 @@ from kiloword.types import BadSample, LabelSet
 JSON = (".json", ".jsonl")
 _CSV = (".csv", ".tsv", ".txt", ".token")
 _FIELDS = ("caption", "raw", "text", "answer")  # of an object that holds a text among others
+_LOOKED_AT = 64  # first rows, whose cells tell what a column holds
 _LONGEST = 1 << 30  # characters of a cell
 _LONE = re.compile(r"[\ud800-\udfff]")  # surrogates, of bytes that are not UTF-8
 _WHOLE = re.compile(r"-?\d{1,17}(\.0*)?", re.ASCII)  # also as pandas writes numbers beside empty cells: 3.0
@@ -56,6 +58,24 @@ def column_names(path: Path) -> list[str]:
         return list(load_objects(path))
     with arrow_errors(path):
         return list(pa.parquet.read_schema(path).names)
+
+
+def columns_by_content(path: Path, cells: Cells | None = None) -> tuple[list[str], list[str]]:
+    """The columns of a table that name image files, and the columns of sentences, by the first rows; not of a parquet.
+
+    Args: cells: of a table that was read. Errors: ValueError when the table cannot be read.
+    """
+    images, sentences = list[str](), list[str]()
+    if cells is None and path.suffix.lower() in _CSV:
+        cells = _read_csv(path, column_names(path), _LOOKED_AT)[0]
+    for name, column in (cells or {}).items():
+        values = [cell for cell in column[:_LOOKED_AT] if isinstance(cell, str) and cell.strip()]
+        named = sum(os.path.splitext(value)[1].lower()[1:] in IMAGE_SUFFIXES and "://" not in value for value in values)
+        if 2 * named > len(values):
+            images.append(name)
+        elif 2 * sum(" " in value.strip() for value in values) > len(values) < 2 * len(set(values)):
+            sentences.append(name)
+    return images, sentences
 
 
 def check_columns(path: Path, names: Sequence[str], *columns: str) -> None:
@@ -99,14 +119,17 @@ def read_columns(path: Path | str, *names: str) -> list[list[str]]:
     return columns
 
 
-def _read_csv(path: Path, columns: list[str]) -> tuple[Cells, Malformed]:
-    """Lines in a quoted cell that look like rows, with as many cells and a name like others, are malformed lines."""
+def _read_csv(path: Path, columns: list[str], most: int | None = None) -> tuple[Cells, Malformed]:
+    """Lines in a quoted cell that look like rows, with as many cells and a name like others, are malformed lines.
+
+    Args: most: rows that are read.
+    """
     (mark, names), wrong, inner = _header(path), list[str](), list[str]()
     cells: Cells = {name: [] for name in columns}
     places = [(names.index(name), column) for name, column in cells.items()]
     csv.field_size_limit(_LONGEST)
     with path.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
-        for n, row in enumerate(csv.reader(file, delimiter=mark)):
+        for n, row in enumerate(islice(csv.reader(file, delimiter=mark), most)):
             if len(row) == len(names) and n:
                 for place, column in places:
                     column.append(row[place])
@@ -126,7 +149,10 @@ def _suffix(name: str) -> str:
 
 
 def _header(path: Path) -> tuple[str, list[str]]:
-    """Delimiter and column names; open_clip separates .csv by tabs, Flickr30k by "| ". Errors: ValueError."""
+    """Delimiter and column names; open_clip separates .csv by tabs, Flickr30k by "| ", spreadsheets by ";".
+
+    Errors: ValueError.
+    """
     with path.open("rb") as file:
         raw = file.readline(1 << 20)
     try:
@@ -136,7 +162,7 @@ def _header(path: Path) -> tuple[str, list[str]]:
             f"{path}: the first line is not UTF-8. Expected column names such as `image,caption`."
         ) from None
     delimiter = "\t" if "\t" in line and ("," not in line or path.suffix.lower() == ".tsv") else ","
-    delimiter = "|" if "|" in line and not {",", "\t"} & set(line) else delimiter
+    delimiter = next((mark for mark in "|;" if mark in line and not {",", "\t"} & set(line)), delimiter)
     return delimiter, [name.strip(' "' if delimiter == "|" else '"') for name in line.split(delimiter)]
 
 

@@ -29,8 +29,8 @@ Edit = Callable[[int, list[str]], list[str]]
 
 
 def digest(*texts: str) -> str:
-    """A fingerprint, from fingerprints and choices: 32 hexadecimal digits."""
-    return hashlib.blake2b("\n".join(texts).encode(), digest_size=16).hexdigest()
+    """A fingerprint, from fingerprints, choices and names of files: 32 hexadecimal digits."""
+    return hashlib.blake2b("\n".join(texts).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
 class Derived:
@@ -86,16 +86,13 @@ class Selection(Derived):
         return len(self.source) if self.rows is None else len(self.rows)
 
     def locate(self, row: int) -> tuple[Source, int]:
-        """The source, and its row."""
         return self.source, row if self.rows is None else int(self.rows[row])
 
     def captions(self, row: int) -> list[str]:
-        """Captions, without reading the image where the source supports that. Raises BadSample."""
         captions = super().captions(row)
         return captions if self.edit is None else self.edit(self.locate(row)[1], captions)
 
     def record(self, row: int) -> Record:
-        """The stored sample with its captions. Raises BadSample with the reason."""
         if self.edit is None:
             return super().record(row)
         try:
@@ -149,6 +146,7 @@ class MixtureSource(Derived):
         self.name = " + ".join(f"{w:g} x {s.name}" for s, w in pairs)
         self.fingerprint = digest(*(f"{s.fingerprint} {w!r}" for s, w in pairs))
         self.natural = all(getattr(s, "natural", True) for s in sources)
+        self.remote = any(getattr(s, "remote", False) for s in sources)
         self.classnames, self.templates = (_common(sources, name) for name in ("classnames", "templates"))
         self.notes = [note for s in sources for note in getattr(s, "notes", [])]
         self._parts = _parts(epoch, *((len(s), s.fingerprint, math.modf(w)[0]) for s, w in pairs))
@@ -171,7 +169,6 @@ class MixtureSource(Derived):
         return which, local % rows if whole else int(self._parts[which][local - int(self.weights[which]) * rows])
 
     def locate(self, row: int) -> tuple[Source, int]:
-        """The source, and its row."""
         which, local = self._place(row)
         return self.sources[which], local
 
@@ -225,13 +222,6 @@ def parts_of(source: Source) -> list[Source]:
 def every_row(source: Source) -> Source:
     """The source, or a mixture of the same sources, each once, whatever its weight."""
     return mix(list({(part.name, part.fingerprint): part for part in parts_of(source)}.values()))
-
-
-def each_part(source: Source, change: Callable[[Source], Source]) -> Source:
-    """A source, or each source of a mixture, changed."""
-    if isinstance(source, MixtureSource):
-        return MixtureSource([change(part) for part in source.sources], source.weights, source.epoch)
-    return change(source)
 
 
 def _common(sources: Sequence[Source], name: str) -> list[str] | None:

@@ -5,12 +5,12 @@ A folder with `metadata.csv`, `metadata.jsonl` or `metadata.parquet`, as the lib
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ import pyarrow as pa
 
 from kiloword.data.classes.names import IMAGENET, names_of_wnids, places_among, spaced, templates
 from kiloword.data.columns import class_data, column_names
+from kiloword.data.edits import digest
 from kiloword.data.images.decode import missing_package
 from kiloword.data.query import TableOptions
 from kiloword.data.rows import Rows, key_bytes
 from kiloword.data.sample import IMAGE_SUFFIXES, MAX_TEXT, parse_beside, read_whole
-from kiloword.data.tables import SCHEMA, open_table
+from kiloword.data.tables import SCHEMA, choose, open_table
 from kiloword.errors import LeftOut
 from kiloword.terminal import shown
 from kiloword.types import BadSample
@@ -77,22 +78,37 @@ def open_classes(name: str, folder: Path) -> Rows:
     return _rows(name, folder, classes(), left, classnames, prompts, label_of)
 
 
-def open_metadata(name: str, folder: Path) -> Rows | None:
-    """The images that `metadata.csv`, `.jsonl` or `.parquet` in their folder names; None without one.
+def open_described(name: str, folder: Path) -> Rows | None:
+    """The images that a table in a folder names; None without a table.
 
-    Errors: as of `open_table`.
+    The table is `metadata.csv`, `.jsonl` or `.parquet` of the library datasets, else the only file of the folder that
+    has a column of images, where no image has a text file beside it. Errors: as of `open_table`.
     """
-    for file in (folder / one for one in METADATA if (folder / one).is_file()):
-        if FILE_NAME in column_names(file):
-            source = open_table(name, file, TableOptions(image=FILE_NAME, images=str(folder.absolute())))
-            left, known = LeftOut("path"), set(source.table.column("file").to_pylist())
-            for below, images, _ in image_folders(folder, left, used=(*OF_DATA, *METADATA)):
-                for image in images:
-                    if os.fsencode(below + image) not in known:
-                        left.add(below + image, f"{file.name} does not name it")
-            source.notes += [f"{name}: {line}" for line in left.lines()]
-            return source
-    return None
+    files = sorted(file for file in folder.iterdir() if file.is_file() and file.name not in OF_DATA)
+    tables = [file for file in files if file.name in METADATA and FILE_NAME in column_names(file)]
+    options = TableOptions(image=FILE_NAME if tables else "")
+    if not tables:
+        stems = {file.stem for file in files if is_image(file.name)}
+        tables = [file for file in files if file.stem not in stems and _is_table(file)]
+        captioned = any(file.stem in stems and file.suffix in (".txt", ".json") for file in files)
+        if captioned or len(tables) != 1 or has_shards(folder) or has_class_folders(folder):
+            return None
+    source = open_table(name, table := tables[0], options)
+    left, root = LeftOut("path"), Path(source.folder)
+    known = {root / os.fsdecode(name) for name in source.table.column("file").to_pylist() if name}
+    for below, images, _ in image_folders(root, left, used={file.name for file in files}):
+        for image in images:
+            if {root / below / image, root / below / _stem(image)}.isdisjoint(known):
+                left.add(below + image, f"{table.name} does not name it")
+    source.notes += [f"{name}: {line}" for line in left.lines()]
+    return source
+
+
+def _is_table(file: Path) -> bool:
+    with suppress(ValueError, OSError):
+        kinds = (".csv", ".tsv", ".txt", ".parquet", ".jsonl")
+        return file.suffix.lower() in kinds and bool(choose(file, column_names(file), TableOptions()).image)
+    return False
 
 
 def _rows(
@@ -112,13 +128,13 @@ def _rows(
     for below, names, files in found:
         images += [below + image for image in names]
         used = {f"{_stem(image)}.{suffix}" for image in names for suffix in _BESIDE} | set(names)
-        sizes |= {below + file: _size(folder / below / file) for file in used & files}
+        paths = {below + file: folder / below / file for file in used & files}
+        sizes |= {name: path.stat().st_size if path.is_file() else -1 for name, path in paths.items()}
     if not images:
         raise ValueError(no_images(folder, left))
-    images.sort(key=lambda path: (_top(path), path))
+    images.sort(key=lambda path: (path.partition("/")[0], path))
     lines = [f"{file} {size}" for file, size in sorted(sizes.items())]
     lines += [f"{inner} {label}" for inner, label in (label_of or {}).items()]
-    digest = hashlib.blake2b(os.fsencode("\n".join(lines)), digest_size=16).hexdigest()
     stems = Counter(map(_stem, images))
 
     def row(image: str) -> dict[str, Any]:
@@ -126,23 +142,14 @@ def _rows(
         made: dict[str, Any] = {"key": key_bytes(image if stems[stem] > 1 else stem), "file": os.fsencode(image)}
         try:
             txt, meta, cls = (_beside(folder / f"{stem}.{s}", sizes.get(f"{stem}.{s}")) for s in _BESIDE)
-            made |= parse_beside(txt, meta, cls if label_of is None else b"%d" % label_of[_top(image)])
+            made |= parse_beside(txt, meta, cls if label_of is None else b"%d" % label_of[image.partition("/")[0]])
         except BadSample as error:
             made["error"] = str(error)
         return made
 
     table = pa.Table.from_pylist([row(image) for image in images], SCHEMA)
     notes = [f"{name}: {line}" for line in left.lines()]
-    return Rows(name, table, folder, digest, classnames=classnames, templates=prompts, notes=notes)
-
-
-def _top(path: str) -> str:
-    return path.partition("/")[0]
-
-
-def _size(path: Path) -> int:
-    """Bytes of a file; -1 for anything else."""
-    return path.stat().st_size if path.is_file() else -1
+    return Rows(name, table, folder, digest(*lines), classnames=classnames, templates=prompts, notes=notes)
 
 
 def _beside(file: Path, size: int | None) -> bytes | None:

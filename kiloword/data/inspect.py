@@ -13,6 +13,7 @@ from typing import Literal
 
 import numpy as np
 
+from kiloword.config.recipes import DataConfig
 from kiloword.data.images.contact import contact_sheet
 from kiloword.data.images.decode import decode, image_size
 from kiloword.data.open import open_source
@@ -52,8 +53,7 @@ def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = 
     say(f"{source.name}: {len(source):,} samples, opened in {time.perf_counter() - start:.1f} s")
     say(f"fingerprint {source.fingerprint}")
     if what == "index":
-        indexed = index_beside(source) if isinstance(source, Rows) else None
-        path, damaged = indexed or (None, 0)
+        path, damaged = index_beside(source) if isinstance(source, Rows) else (None, 0)
         say(f"index {path}: a remote set needs it beside its tars" if path else "nothing to index: only tars have one.")
         return damaged
     found, names = stats(source, decoded=what == "check"), getattr(source, "classnames", None) or []
@@ -63,6 +63,8 @@ def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = 
     bad = f"{len(found.bad):,} of {found.rows:,} samples are bad ({len(found.bad) / found.rows:.2%})"
     if what == "check" or found.bad:
         say(bad if found.bad else "all samples are good")
+    if len(found.bad) > (share := DataConfig().bad_share) * found.rows:
+        say(f"`kiloword train` would stop, as more than {share:.2%} are bad: mend them, or allow more by --bad-share.")
     if what == "check":
         return len(found.bad)
     say("Only headers of images were read: `kiloword data check` decodes them, and names those that are cut.")
@@ -70,11 +72,6 @@ def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = 
         contact_sheet(source, png)
         say(f"samples: {png}")
     return 0
-
-
-def check(source: Source, workers: int | None = None) -> list[Skipped]:
-    """Read and decode every sample. Returns: bad samples with reasons, in order of rows. Args: as of `stats`."""
-    return stats(source, workers, decoded=True).bad
 
 
 def stats(source: Source, workers: int | None = None, decoded: bool = False) -> Stats:

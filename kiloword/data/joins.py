@@ -27,14 +27,14 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from kiloword.data.columns import arrow_errors, check_columns
-from kiloword.data.edits import Selection, digest, each_part, every_row, mix, origin, parts_of
-from kiloword.data.reading import digest_of
+from kiloword.data.edits import MixtureSource, Selection, digest, every_row, mix, origin, parts_of
+from kiloword.data.reading import digest_of, read_image
 from kiloword.data.rows import Rows, key_bytes, key_text
 from kiloword.data.sample import clean
 from kiloword.data.source import keys
 from kiloword.errors import count
 from kiloword.terminal import shown
-from kiloword.types import BadSample, NoCaption, Source
+from kiloword.types import BadSample, Source
 
 SAMPLED = 64  # images of each source by which a file recognises it
 KEEP_COLUMNS = ("key", "caption", "keep")
@@ -112,8 +112,8 @@ def with_captions(source: Source, paths: Sequence[Path | str], raw_captions: boo
     """The source, or each part of a mixture, with the captions of parquet tables.
 
     Args: raw_captions: keep the captions of the source; otherwise a row that the tables lack has none, and is bad.
-    Errors: ValueError for a table that cannot be read, has no key of the source or was made from other images;
-    raw_captions False without tables.
+    Errors: ValueError for a table that cannot be read, has no key of the source, or was made from other images; and
+    for raw_captions=False without tables.
     """
     if not paths:
         if not raw_captions:
@@ -235,14 +235,10 @@ def image_digests(source: Source, rows: Iterable[int], drawn: bool = False) -> d
     """
     found = dict[int, tuple[str, str]]()
     for row in rows:
-        try:
-            record = source.record(row)
-        except NoCaption as error:
-            record = error.record
-        except BadSample:
-            continue
-        if drawn or isinstance(record.image, bytes):
-            found[row] = record.key, digest_of(record.image).hex()
+        with suppress(BadSample):
+            record = read_image(source, row)
+            if drawn or isinstance(record.image, bytes):
+                found[row] = record.key, digest_of(record.image).hex()
     return found
 
 
@@ -288,7 +284,10 @@ def joined(source: Source, made: Sequence[Made], wrap: Callable[[Source, Joined[
             check_keys(mix([part for part, _ in chosen]), str(one), one.keys)
         for part, at in chosen:
             of[part.name, part.fingerprint].append((one, at))
-    return each_part(source, lambda part: wrap(part, of[part.name, part.fingerprint]))
+    changed = [wrap(part, of[part.name, part.fingerprint]) for part in parts_of(source)]
+    if isinstance(source, MixtureSource):
+        return MixtureSource(changed, source.weights, source.epoch)
+    return changed[0]
 
 
 def check_keys(source: Source, what: str, among: pa.Array | None = None) -> None:
@@ -336,12 +335,11 @@ def _read(path: Path | str, *wanted: tuple[str, ...]) -> list[pa.Array]:
         table = pq.read_table(path, columns=chosen)
         if not len(table):
             raise ValueError(f"{path} has no rows. Expected a key in each row.")
-    return [_cells(path, name, table.column(name)) for name in chosen]
-
-
-def _cells(path: Path, name: str, column: pa.ChunkedArray) -> pa.Array:
-    kind = pa.bool_() if name == "keep" else pa.large_binary()
-    if name == "captions" and pa.types.is_nested(column.type):
-        kind = pa.large_list(kind)
-    with arrow_errors(f"{path}: the column `{name}`"):
-        return pa.chunked_array(column.cast(kind)).combine_chunks()
+    columns = []
+    for name in chosen:
+        column, kind = table.column(name), pa.bool_() if name == "keep" else pa.large_binary()
+        if name == "captions" and pa.types.is_nested(column.type):
+            kind = pa.large_list(kind)
+        with arrow_errors(f"{path}: the column `{name}`"):
+            columns.append(pa.chunked_array(column.cast(kind)).combine_chunks())
+    return columns

@@ -169,17 +169,17 @@ def _tokens(path: Path, options: TableOptions, split: Path | None) -> Layout:
     return Layout(cells, [(f"line {line}", reason) for line in wrong], options)
 
 
-def images_folder(path: Path, option: str, names: pa.ChunkedArray, subset: str) -> Path:
+def images_folder(path: Path, option: str, names: pa.ChunkedArray, subset: str | None) -> Path:
     """The folder of a file's images: of `option`; else the file's own, a folder in that, its parent, a folder in that.
 
-    Args: names: of the images, [N] binary; subset: the folder that is taken where several hold some.
-    Errors: ValueError when not one image is there, or several folders hold some.
+    Args: names: of the images, [N] binary; subset: the folder that is taken where several hold some; None: of a table,
+    which may serve for its captions alone. Errors: ValueError when several folders hold some images; when none does.
     """
     above, names = path.absolute().parent, names.drop_null()
     places = [[named(path, "images", option)]] if option else [
         level
         for parent in (above, above.parent)
-        for level in ([parent], [*sorted(parent.glob("[!.]*")), parent / "images" / subset])
+        for level in ([parent], [*sorted(parent.glob("[!.]*")), parent / "images" / (subset or "")])
     ]  # fmt: skip
 
     def holds(place: Path, some: pa.ChunkedArray) -> bool:
@@ -191,7 +191,7 @@ def images_folder(path: Path, option: str, names: pa.ChunkedArray, subset: str) 
     if len(found) > 1:
         listed = " and in ".join(map(str, found[:3]))
         raise ValueError(f"{path}: its images are in {listed}. Choose one: {path.name}?images=FOLDER.")
-    if not found and len(names) and not holds(places[0][0], names):
+    if not found and len(names) and (option or subset is not None) and not holds(places[0][0], names):
         looked = places[0][0] if option else f"{above}, {above.parent} and their folders"
         raise ValueError(
             f"{path}: none of its images, such as {shown(os.fsdecode(names[0].as_py())[:200])}, is in {looked}. Name "

@@ -15,7 +15,7 @@ from kiloword.config.recipes import AugmentConfig, DataConfig, Resize, TextConfi
 from kiloword.data.edits import stored_row
 from kiloword.data.images.augmentation import TrainTransform
 from kiloword.data.images.views import view_draw
-from kiloword.data.reading import EMBEDDED, advice, left_out, name_of, read
+from kiloword.data.reading import advice, left_out, name_of, read
 from kiloword.data.remote import with_files
 from kiloword.data.sample import question_in
 from kiloword.data.sampler import Order, RowNumbers, choose_captions, share
@@ -63,8 +63,6 @@ class Loader:
     augmented: TrainTransform = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.data.captions, int) and self.data.captions < 1:
-            raise ValueError(f"captions is {self.data.captions}: expected at least 1, 'one' or 'all'")
         if self.truth and not hasattr(self.source, "relevance"):
             raise ValueError(
                 f"{self.source.name} has no ground truth of which texts describe which images: expected scenes as the "
@@ -94,9 +92,27 @@ class Loader:
         """
         began = time.perf_counter()
         examples, seeds, skipped = self.examples(step)
-        batch = self._pack(examples, seeds, self.rank * len(examples), skipped)
-        batch.made_s = time.perf_counter() - began
-        return batch
+        counts = [len(e.captions) for e in examples]
+        questions = [e.question for e in examples if e.question is not None]
+        if not all(counts):
+            raise ValueError(
+                f"a transform left {examples[counts.index(0)].key} without a caption; it must keep at least one"
+            )
+        first = self.rank * len(examples)
+        return Batch(
+            images=torch.stack([e.image for e in examples]),
+            texts=self.tokenizer.encode([c for e in examples for c in e.captions], self.text),
+            image_of_text=torch.from_numpy(np.repeat(np.arange(len(examples)), counts)),
+            seeds=torch.tensor(seeds, dtype=torch.int64),
+            position=torch.arange(first, first + len(examples)),
+            composed=torch.tensor([e.composed for e in examples]),
+            image_features=_join([e.image_features for e in examples], torch.stack),
+            text_features=_join([e.text_features for e in examples], torch.cat),
+            questions=self.tokenizer.encode(questions, self.text) if self.questions else None,
+            inputs=BatchInputs({name: self._field(name, examples) for name in examples[0].inputs}),
+            skipped=skipped,
+            made_s=time.perf_counter() - began,
+        )
 
     def examples(self, step: int) -> tuple[list[Example], list[int], list[Skipped]]:
         """This rank's share of a batch before packing: transformed examples, their seeds, bad samples."""
@@ -127,34 +143,13 @@ class Loader:
 
     def _source_in(self, epoch: int) -> Source:
         """The source, or that of an epoch if its rows differ by epoch (mixtures with fractional weights)."""
-        at: Callable[[int], Source] | None = getattr(self.source, "at", None)
-        return self.source if at is None else at(epoch)
+        at: Callable[[int], Source] = getattr(self.source, "at", lambda epoch: self.source)
+        return at(epoch)
 
     def _rows_of(self, step: int) -> tuple[Source, list[int]]:
         """This rank's rows of a step, and the source that they are rows of."""
         epoch, rows = self.order.batch_rows(step)
         return self._source_in(epoch), share(rows, self.rank, self.ranks).tolist()
-
-    def _pack(self, examples: list[Example], seeds: list[int], first: int, skipped: list[Skipped]) -> Batch:
-        counts = [len(e.captions) for e in examples]
-        questions = [e.question for e in examples if e.question is not None]
-        if not all(counts):
-            raise ValueError(
-                f"a transform left {examples[counts.index(0)].key} without a caption; it must keep at least one"
-            )
-        return Batch(
-            images=torch.stack([e.image for e in examples]),
-            texts=self.tokenizer.encode([c for e in examples for c in e.captions], self.text),
-            image_of_text=torch.from_numpy(np.repeat(np.arange(len(examples)), counts)),
-            seeds=torch.tensor(seeds, dtype=torch.int64),
-            position=torch.arange(first, first + len(examples)),
-            composed=torch.tensor([e.composed for e in examples]),
-            image_features=_join([e.image_features for e in examples], torch.stack),
-            text_features=_join([e.text_features for e in examples], torch.cat),
-            questions=self.tokenizer.encode(questions, self.text) if self.questions else None,
-            inputs=BatchInputs({name: self._field(name, examples) for name in examples[0].inputs}),
-            skipped=skipped,
-        )
 
     def _field(self, name: str, examples: list[Example]) -> Tensor | TextGroup:
         """One of the method's inputs for a whole batch: [I, ...], or texts of the images."""
@@ -239,7 +234,7 @@ class BatchReader:
             record.captions, loader.data.captions, replace(draw, row=row), loader.data.first_captions
         )
         if not captions:
-            raise BadSample(f"{EMBEDDED if loader.data.text_features else ''}no caption")
+            raise BadSample("no caption")
         for caption in captions:
             loader.tokenizer.check(caption, loader.text)
         view = 0 if loader.shown is None else loader.shown.view(draw, loader.seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,9 @@ from PIL import Image
 
 from kiloword.data.images.decode import Pixels, to_rgb
 from kiloword.data.sample import MAX_IMAGE, clean, label_set, read_whole
+from kiloword.data.tables import CAPTION_COLUMNS, IMAGE_COLUMNS, LABEL_COLUMNS
+from kiloword.errors import article
+from kiloword.terminal import shown
 from kiloword.types import BadSample, LabelSet, NoCaption, Record
 
 AnyImage = Image.Image | Pixels | str | Path | bytes
@@ -24,12 +27,13 @@ _HASHED = 8  # rows that the fingerprint covers
 class MapStyleSource:
     """A map-style data set whose samples are `(image, caption or captions)`, or `(image, class)` as torchvision's.
 
-    A class is an index, or a list of them; None: no label. Images should not be augmented: the recipe does that, so
+    A sample may also be a dictionary with the columns that kiloword knows in tables, such as `image` and `caption`. A
+    class is an index, or a list of them; None: no label. Images should not be augmented: the recipe does that, so
     that a resumed run gets the same images. A row that raises an exception is a bad sample: it is counted and replaced.
 
     Args: name: recorded in runs and models; fingerprint: any text that changes when the data changes, by default of the
     length and 8 samples; classnames, templates: of the classes, the first by default the `classes` of the data set.
-    Errors: ValueError when the data set is empty, or its samples have another form.
+    Errors: ValueError for what is no data set, an empty one, and samples of another form.
     """
 
     def __init__(
@@ -40,10 +44,16 @@ class MapStyleSource:
         classnames: Sequence[str] | None = None,
         templates: Sequence[str] | None = None,
     ) -> None:
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(dataset, Mapping):
+            kind = type(dataset).__name__
+            raise ValueError(
+                f"data set {name!r} is {article(kind)}: expected a path, or rows with a length and numbers."
+            )
         if not len(dataset):
             raise ValueError(f"data set {name!r} is empty: expected at least one sample (image, caption).")
         self.dataset, self.name = dataset, name
-        self._is_class_data = _check_form(dataset[0], name)
+        self.columns = _columns(dataset[0], name)
+        self._is_class_data = _check_form(self._row(0), name)
         named = (classnames or getattr(dataset, "classes", None)) if self._is_class_data else None
         self.classnames = list(named) if named else None
         self.templates = list(templates) if templates else None
@@ -67,11 +77,15 @@ class MapStyleSource:
             raise NoCaption(record)
         return record
 
+    def _row(self, row: int) -> Any:
+        sample = self.dataset[row]
+        return tuple(sample[column] for column in self.columns) if self.columns else sample
+
     def _sample(
         self, row: int, stored: Callable[[AnyImage], bytes | Pixels]
     ) -> tuple[bytes | Pixels, list[str], int | LabelSet | None]:
         try:
-            image, text = self.dataset[row]
+            image, text = self._row(row)
             if not self._is_class_data:
                 return stored(image), clean([text] if isinstance(text, str) else list(text)), None
             several = isinstance(text, list | tuple)
@@ -98,12 +112,27 @@ class MapStyleSource:
         return digest.hexdigest()
 
 
+def _columns(sample: Any, name: str) -> tuple[str, ...]:
+    """The columns of image and text, or label, of a sample with named columns; () for another one."""
+    if not isinstance(sample, Mapping):
+        return ()
+    kinds = IMAGE_COLUMNS, (*CAPTION_COLUMNS, "text", *LABEL_COLUMNS)
+    found = [column for kind in kinds for column in [c for c in kind if c in sample][:1]]
+    if len(found) < len(kinds):
+        raise ValueError(
+            f"sample 0 of data set {name!r} has the columns {shown(', '.join(map(str, sample))[:200])}: expected an "
+            f"image ({', '.join(IMAGE_COLUMNS[:3])}, ...) and a text or label ({', '.join(kinds[1][:4])}, ...)."
+        )
+    return tuple(found)
+
+
 def _check_form(sample: Any, name: str) -> bool:
     """Whether samples have labels. Raises: ValueError unless a sample is an image and text, or an image and a label."""
     is_pair = isinstance(sample, tuple | list) and len(sample) == 2
     if is_pair and isinstance(sample[0], Image.Image | np.ndarray | str | Path | bytes):
         texts = [sample[1]] if isinstance(sample[1], str) else sample[1]
-        if _is_label(texts):
+        listed = texts if isinstance(texts, list | tuple) and texts else [texts]
+        if all(isinstance(index, int | np.integer) and not isinstance(index, bool) for index in listed):
             return True
         if isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts):
             return False
@@ -113,11 +142,6 @@ def _check_form(sample: Any, name: str) -> bool:
         "captions) or (image, class index or indices), the image a Pillow image, a uint8 array [H, W, 3], a path or "
         "bytes, before any transform to tensors."
     )
-
-
-def _is_label(value: Any) -> bool:
-    listed = value if isinstance(value, list | tuple) and value else [value]
-    return all(isinstance(index, int | np.integer) and not isinstance(index, bool) for index in listed)
 
 
 def _stored(image: AnyImage) -> bytes | Pixels:

@@ -11,7 +11,7 @@ import pyarrow.compute
 from kiloword.addresses import address_of, is_url
 from kiloword.config.recipes import DataConfig
 from kiloword.data import remote
-from kiloword.data.columns import class_data
+from kiloword.data.columns import JSON, class_data
 from kiloword.data.edits import held_out, mix, part_of
 from kiloword.data.folders import (
     has_class_folders,
@@ -19,8 +19,8 @@ from kiloword.data.folders import (
     image_folders,
     is_image,
     open_classes,
+    open_described,
     open_images,
-    open_metadata,
     parents_of_images,
 )
 from kiloword.data.joins import kept, with_captions
@@ -37,7 +37,6 @@ from kiloword.types import Source
 __all__ = ["expand", "mix", "open_data", "open_source"]
 
 _TABLES = (".csv", ".tsv", ".parquet", ".txt", ".token")
-_JSON = (".json", ".jsonl")
 _TAR = re.compile(r".*\.(tar(\.(gz|bz2|xz|zst))?|tgz|tbz2|txz)", re.I)  # those that are packed are refused as tars
 _BESIDE_TARS = (".txt", ".json", ".csv", ".parquet", ".arrow", ".kwindex", ".md", ".log")  # what tools write
 _KINDS = (
@@ -73,12 +72,17 @@ def _open(src: str, size: int | None) -> Source:
     if is_url(src):
         return _open_url(src)
     if RANGE.search(src):
-        return _open_pattern(src)
+        pattern, _, query = src.partition("?")
+        is_table = Path(pattern).suffix.lower() in _TABLES
+        files = [Path(name) for name in expand(pattern if is_table else src)]
+        if missing := [file for file in files if not file.is_file()]:
+            raise ValueError(f"{src}: {len(missing)} of {len(files)} files are missing, the first is {missing[0]}.")
+        return open_tables(src, files, parse_query(pattern, query)) if is_table else _shards(src, files)
     name, query = split_query(src)
     path = Path(name).expanduser()
     if not path.exists():
         raise ValueError(f"{name}: no such file or folder. Expected {_KINDS}; {{a,b}}, * and ; belong to a name.")
-    if path.suffix.lower() in (*_TABLES, *_JSON) and path.is_file():
+    if path.suffix.lower() in (*_TABLES, *JSON) and path.is_file():
         return open_table(src, path, parse_query(name, query))
     if query:
         raise ValueError(
@@ -112,30 +116,20 @@ def _open_url(src: str) -> Source:
     return open_remote_tars(src)
 
 
-def _open_pattern(src: str) -> Source:
-    """Tars, or tables one after another, as of a brace pattern. Errors: ValueError for missing files."""
-    pattern, _, query = src.partition("?")
-    is_table = Path(pattern).suffix.lower() in _TABLES
-    files = [Path(name) for name in expand(pattern if is_table else src)]
-    if missing := [file for file in files if not file.is_file()]:
-        raise ValueError(f"{src}: {len(missing)} of {len(files)} files are missing, the first is {missing[0]}.")
-    return open_tables(src, files, parse_query(pattern, query)) if is_table else _shards(src, files)
-
-
-def open_data(data: DataConfig, size: int | None = None) -> Source:
+def open_data(data: DataConfig, size: int | None = None, source: Source | None = None) -> Source:
     """The training data of the settings: sources, their weights, extra captions, and what keep-lists keep of them.
 
-    Args: size: height and width of drawn images (scenes) in pixels.
+    Args: size: height and width of drawn images (scenes) in pixels; source: in place of the named sources.
     Errors: ValueError when something is missing or does not fit.
     """
-    sources = [open_source(src, size=size) for src in data.sources]
+    sources = [open_source(src, size=size) for src in data.sources] if source is None else [source]
     return kept(with_captions(mix(sources, data.weights), data.extra_captions, data.raw_captions), data.keep)
 
 
 def _open_folder(src: str, folder: Path) -> Source:
     files, tars = sorted(os.listdir(folder)), _tars(folder)
     if not tars:
-        if described := open_metadata(src, folder):
+        if described := open_described(src, folder):
             return described
         if any(map(is_image, files)):
             return open_images(src, folder)

@@ -64,6 +64,20 @@ def read_options(what: str, query: str, readers: Readers) -> dict[str, Any]:
     return options
 
 
+def levels_of(value: str) -> dict[int, float]:
+    """Levels with or without weights, "0:1,3:2" or "0,3". Raises: ValueError."""
+    parts = [item.partition(":") for item in value.split(",")]
+    levels = {int(level): float(weight or 1) for level, _, weight in parts}
+    if min(levels) < 0 or not any(levels.values()) or not all(0 <= weight <= 1e6 for weight in levels.values()):
+        raise ValueError(value)
+    return levels
+
+
+def within(allowed: range) -> Callable[[str], int]:
+    """Reads whole numbers of a range."""
+    return lambda value: allowed[allowed.index(int(value))]
+
+
 def parse_query(path: str, query: str) -> TableOptions:
     """The options of a table. `%26` in a value stands for `&`, `%2C` for a comma within a name, `%25` for `%`.
 

@@ -29,7 +29,6 @@ from kiloword.types import BadSample, LabelSet, NoCaption, Record, Skipped, Sour
 
 TOKENIZER_ROWS = 10_000  # rows whose captions train the tokenizer; more hardly change a vocabulary of a few thousand
 AGAIN_S = (0.1, 0.4, 1.0)  # seconds before each retry after an error of the file system
-EMBEDDED = "embed skipped it: "  # how reasons begin of rows that are not in stored tokens
 
 T = TypeVar("T")
 
@@ -89,11 +88,9 @@ def read_image(source: Source, row: int) -> Record:
 
 def name_of(source: Source, row: int) -> str:
     """The key of a row, or "row N" if the source cannot give it without reading the row."""
-    name = getattr(source, "key", None)
-    try:
-        return shown(str(name(row))) if callable(name) else f"row {row}"
-    except (BadSample, OSError):  # its file is gone
-        return f"row {row}"
+    with suppress(AttributeError, BadSample, OSError):  # the last: its file is gone
+        return shown(str(source.key(row)))  # type: ignore[attr-defined]
+    return f"row {row}"
 
 
 class ImageTransform(Protocol):
@@ -157,7 +154,12 @@ def _eval_batch(
     for row in ranges[step]:
         try:
             record = (read if captions else read_image)(source, row)
-            images.append(_image(transform, record, row))
+            if isinstance(transform, Augmented):
+                images.append(transform(record.image, row, record.key))
+            elif record.tokens is not None and isinstance(transform, EvalTransform):
+                images.append(record.tokens.tokens(0))  # where the source has them, and nothing else was asked for
+            else:
+                images.append(transform(record.image))
         except BadSample as error:
             skipped.append(Skipped(row, name_of(source, row), str(error)))
             continue
@@ -172,15 +174,6 @@ def _eval_batch(
     stored = [digest_of(r.image) for r in records] if isinstance(transform, Augmented) else []
     keys, label_sets = [r.key for r in records], sets if any(sets) else None
     return EvalBatch(rows, keys, pixels, texts, labels, skipped, infos, label_sets, stored)
-
-
-def _image(transform: ImageTransform | Augmented, record: Record, row: int) -> Tensor:
-    """The transformed image; its stored tokens where the source has them and nothing else was asked for."""
-    if isinstance(transform, Augmented):
-        return transform(record.image, row, record.key)
-    if record.tokens is not None and isinstance(transform, EvalTransform):
-        return record.tokens.tokens(0)
-    return transform(record.image)
 
 
 def digest_of(image: bytes | np.ndarray) -> bytes:
@@ -206,11 +199,9 @@ class BadRows:
     def count(self, skipped: Iterable[Skipped]) -> list[Skipped]:
         """Add the skipped samples of one step; returns the new ones that are to be named, the first of each reason.
 
-        Rows that `kiloword embed` skipped do not count again.
         Errors: ValueError, with the most frequent reasons, when more than the allowed share of the rows is bad.
         """
-        counted = (sample for sample in skipped if not sample.reason.startswith(EMBEDDED))
-        new = {sample.row: sample for sample in counted if sample.row not in self._seen}
+        new = {sample.row: sample for sample in skipped if sample.row not in self._seen}
         self._seen |= new
         named = [sample for sample in new.values() if self.left_out.add(sample.key, sample.reason)]
         if len(self) > self.share * self.rows:
@@ -231,8 +222,8 @@ class BadRows:
 
 
 _ADVICE = {
-    "image cannot be read (No such file or directory)": ". Images of a table are looked for in its folder: name "
-    "another one by FILE?images=FOLDER.",
+    "image cannot be read (No such file or directory)": ". Images of a table are looked for in its folder and "
+    "those near it: name another one by FILE?images=FOLDER.",
     "no caption": ". Captions are .txt or .json beside the images, or the column of FILE?caption=COLUMN.",
 }
 

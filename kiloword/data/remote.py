@@ -119,7 +119,7 @@ def files_in(folder: Address) -> list[str]:
 
 
 def _copy(address: Address, version: str) -> Path:
-    identity, size = f"{address.url}\n{address.selector}\n{version}", _size(version)
+    identity, size = f"{address.url}\n{address.selector}\n{version}", int(version.partition("-")[0])
     digest = hashlib.blake2b(os.fsencode(identity), digest_size=12).hexdigest()
     path = cache_folder() / "remote" / f"{digest}{os.path.splitext(address.url)[1][:10]}"
     part, locks = path.with_name(f"{path.name}.part"), path.parent / "locks"
@@ -257,7 +257,7 @@ def _response(address: Address, headers: dict[str, str]) -> tuple[Any, str]:
 
     The login of the address, or of .netrc, goes to its own host alone.
     """
-    request = urllib.request.Request(quote(address.asked, safe=_SAFE), headers=headers)
+    request = urllib.request.Request(quote(address.url + address.query.partition("#")[0], safe=_SAFE), headers=headers)
     user, _, password = map(unquote, address.login.partition(":"))
     with suppress(OSError, netrc.NetrcParseError):
         if not address.login and (found := netrc.netrc().authenticators(urlsplit(address.url).hostname or "")):
@@ -313,34 +313,31 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
-def _size(version: str) -> int:
-    return int(version.partition("-")[0])
-
-
 # Files that are needed soon
 
 
 def with_files(
     steps: Iterable[int], source: Source, rows_of: Callable[[int], tuple[Source, Iterable[int]]], batch: int
-) -> Iterable[int]:
+) -> Iterator[int]:
     """The steps; if a part of the source is remote, threads fetch the files of the next ones meanwhile.
 
     Args: rows_of: a step; batch: rows of each. The reader of a file reports what fails.
     """
     most = -(-int(settings().ahead) // batch)
-    return _with_files(steps, rows_of, most) if most and _is_remote(source) else steps
-
-
-def _with_files(
-    steps: Iterable[int], rows_of: Callable[[int], tuple[Source, Iterable[int]]], most: int
-) -> Iterator[int]:
+    if not (most and getattr(source, "remote", False)):
+        yield from steps
+        return
     coming, following, limit = iter(steps), dict[int, set[str]](), settings().limit
     wanted = queue.SimpleQueue[str]()
     for _ in range(THREADS):
         threading.Thread(target=_fetched, args=(wanted,), daemon=True).start()
     try:
         while True:
-            while len(following) <= most and sum(map(_bytes_of, set().union(*following.values()))) < limit / 2:
+            while (
+                len(following) <= most
+                and sum(int(name.rpartition("#")[2].partition("-")[0]) for name in set().union(*following.values()))
+                < limit / 2
+            ):
                 if (step := next(coming, None)) is None:
                     break
                 source, rows = rows_of(step)
@@ -363,15 +360,6 @@ def _fetched(wanted: queue.SimpleQueue[str]) -> None:
     while name := wanted.get():
         with suppress(Unreachable):
             opened(name).close()
-
-
-def _bytes_of(name: str) -> int:
-    return _size(name.rpartition("#")[2])
-
-
-def _is_remote(source: Any) -> bool:
-    parts = getattr(source, "sources", None) or [getattr(source, "source", None)]
-    return bool(getattr(source, "remote", False)) or any(_is_remote(part) for part in parts if part is not None)
 
 
 def _file_of(source: Any, row: int) -> str:

@@ -136,8 +136,6 @@ class Rows:
     @property
     def labels(self) -> NDArray[np.int64]:
         """[N] class of each row; -1 for none, or several."""
-        if "label" not in self.table.schema.names:
-            return np.full(len(self), -1)
         return np.asarray(pyarrow.compute.fill_null(self.table["label"], -1), np.int64)
 
     def record(self, row: int) -> Record:
@@ -251,11 +249,10 @@ def keeping(path: Path) -> Iterator[None]:
         ) from error
 
 
-def touched(path: Path) -> Path:
-    """A file of the cache folder, which is kept as long as it is used."""
+def touched(path: Path) -> None:
+    """Keep a file of the cache folder, as it is used."""
     with suppress(OSError):  # the folder may be another user's
         os.utime(path)
-    return path
 
 
 @cache

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from kiloword.randomness import Draw, key, permutation
+from kiloword.randomness import Draw, generator, key, permutation
 
 RowNumbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -20,11 +20,6 @@ FULL_SHUFFLE = 100_000  # largest number of rows with one permutation of all row
 BLOCK = 512  # consecutive rows that are read close together
 GROUP = 64  # blocks whose rows are shuffled together
 _LEHMER = 20  # 20! < 2^63: one key holds a whole permutation
-
-
-def steps_per_epoch(rows: int, batch: int) -> int:
-    """Number of steps of one pass over `rows`: whole batches; an incomplete last batch is dropped."""
-    return rows // batch
 
 
 @dataclass(frozen=True)
@@ -48,8 +43,6 @@ class Order:
     of: int = 0
 
     def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise ValueError(f"--batch is {self.batch}: expected at least 1.")
         if self.rows < self.batch:
             raise ValueError(
                 f"the data set has {self.rows} usable rows, fewer than one batch of {self.batch}; "
@@ -58,40 +51,27 @@ class Order:
 
     @property
     def steps_per_epoch(self) -> int:
-        return steps_per_epoch(self.rows, self.batch)
-
-    @property
-    def total(self) -> int:
-        """Rows of the data set."""
-        return self.of or self.rows
+        return self.rows // self.batch
 
     def batch_rows(self, step: int) -> tuple[int, RowNumbers]:
         """The epoch of a step (from 0) and the rows [batch] of its global batch."""
         epoch, place = divmod(step, self.steps_per_epoch)
         start = place * self.batch
         if self.rows <= self.full:
-            places = _permutation(self, epoch)[start : start + self.batch]
-        else:
-            places = self._from_groups(epoch, start, start + self.batch)
-        return epoch, self.rows_at(places)
+            return epoch, self.rows_at(_permutation(self, epoch)[start : start + self.batch])
+        ends = _group_ends(self, epoch)
+        first, last = np.searchsorted(ends, [start, start + self.batch - 1], side="right")
+        places = np.concatenate([_group_rows(self, epoch, group) for group in range(first, last + 1)])
+        start -= int(ends[first - 1]) if first else 0
+        return epoch, self.rows_at(places[start : start + self.batch])
 
     def rows_at(self, places: RowNumbers) -> RowNumbers:
         """Rows of the data set at places, each below `rows`, in the subset that is visited."""
         return subset(self.rows, self.of)[places] if self.of > self.rows else places
 
-    def _from_groups(self, epoch: int, start: int, stop: int) -> RowNumbers:
-        """The rows at positions [start, stop) of the epoch, from the groups that contain them."""
-        ends = _group_ends(self, epoch)
-        first, last = np.searchsorted(ends, [start, stop - 1], side="right")
-        rows = np.concatenate([_group_rows(self, epoch, g) for g in range(first, last + 1)])
-        offset = int(ends[first - 1]) if first else 0
-        return rows[start - offset : stop - offset]
-
 
 def share(rows: RowNumbers, rank: int = 0, ranks: int = 1) -> RowNumbers:
-    """The contiguous slice of a global batch [B] for one rank. Errors: ValueError when the batch does not divide."""
-    if len(rows) % ranks:
-        raise ValueError(f"a global batch of {len(rows)} does not divide over {ranks} ranks; use a multiple of {ranks}")
+    """The contiguous slice of a global batch [B], which they divide, for one rank."""
     return np.split(rows, ranks)[rank]
 
 
@@ -101,18 +81,14 @@ def subset(rows: int, of: int) -> RowNumbers:
     return np.sort(permutation(of, of, "subset")[:rows]).astype(np.int64)
 
 
-def _generator(order: Order, epoch: int, *purpose: int | str) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(key(order.seed, epoch, "order", *purpose)))
-
-
 @lru_cache(maxsize=2)
 def _permutation(order: Order, epoch: int) -> RowNumbers:
-    return _generator(order, epoch).permutation(order.rows)
+    return generator(order.seed, epoch, "order").permutation(order.rows)
 
 
 @lru_cache(maxsize=2)
 def _blocks(order: Order, epoch: int) -> RowNumbers:
-    return _generator(order, epoch, "blocks").permutation(-(-order.rows // order.block))
+    return generator(order.seed, epoch, "order", "blocks").permutation(-(-order.rows // order.block))
 
 
 @lru_cache(maxsize=2)
@@ -129,7 +105,7 @@ def _group_rows(order: Order, epoch: int, group: int) -> RowNumbers:
     blocks = _blocks(order, epoch)[group * order.group : (group + 1) * order.group]
     rows = (blocks[:, None] * order.block + np.arange(order.block)).ravel()
     rows = rows[rows < order.rows]
-    return _generator(order, epoch, "group", group).permutation(rows)
+    return generator(order.seed, epoch, "order", "group", group).permutation(rows)
 
 
 def choose_captions(

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from kiloword.config.recipes import AugmentConfig, Resize
 from kiloword.config.settings import BaseSettings, about, read_config
 from kiloword.data.images.views import MOST, changes, in_words
-from kiloword.data.reading import EMBEDDED
 from kiloword.data.source import key_of, texts_of
 from kiloword.randomness import Draw, key
 from kiloword.types import BadSample, Example, NoCaption, Record, Source, StoredTokens
@@ -116,10 +115,7 @@ class WithTokens:
         if name.startswith("__") or name == "source":  # during unpickling there is no source yet
             raise AttributeError(name)
         member = getattr(self.source, name)
-        return self._at if name == "at" else member
-
-    def _at(self, epoch: int) -> WithTokens:
-        return WithTokens(self.source.at(epoch), self.stored, self.lean)  # type: ignore[attr-defined]
+        return member if name != "at" else lambda epoch: WithTokens(member(epoch), self.stored, self.lean)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -139,5 +135,5 @@ class WithTokens:
     def _tokens(self, row: int) -> StoredTokens:
         tokens = self.stored(self.source, row)
         if tokens is None:
-            raise BadSample(f"{EMBEDDED}no tokens in the image features")
+            raise BadSample("no tokens in the image features")
         return tokens

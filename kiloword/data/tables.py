@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet
 
+from kiloword.addresses import is_url
 from kiloword.data.columns import (
     JSON,
     Cells,
@@ -26,6 +27,7 @@ from kiloword.data.columns import (
     class_data,
     class_label_names,
     column_names,
+    columns_by_content,
     decoded,
     labels_of,
     read_table,
@@ -34,7 +36,7 @@ from kiloword.data.columns import (
 )
 from kiloword.data.edits import digest
 from kiloword.data.layouts import beside, images_folder, read_layout
-from kiloword.data.query import FORM, TableOptions
+from kiloword.data.query import TableOptions
 from kiloword.data.reading import digest_of
 from kiloword.data.rows import Rows, keeping, key_bytes, made_once, touched
 from kiloword.data.sample import ANSWERS, QUESTION, clean, parse_answers
@@ -77,10 +79,14 @@ class TableColumns(NamedTuple):
     question: str = ""
     info: tuple[str, ...] = ()  # other values of `Record.info`
     label: str = ""
+    note: str = ""  # says which columns were recognised by their cells
 
 
-def choose(path: Path, names: Sequence[str], options: TableOptions) -> TableColumns:
-    """The columns that are read. Errors: ValueError for a missing column, and one that the table has twice."""
+def choose(path: Path, names: Sequence[str], options: TableOptions, cells: Cells | None = None) -> TableColumns:
+    """The columns that are read: by the options, else by usual names, else by what the cells hold.
+
+    Args: cells: of a table that was read. Errors: ValueError for a missing column, and one that the table has twice.
+    """
 
     def first(*known: str) -> str:
         return next((column for column in known if column in names), "")
@@ -91,15 +97,23 @@ def choose(path: Path, names: Sequence[str], options: TableOptions) -> TableColu
     caption = first(*CAPTION_COLUMNS) or ("" if label else first("text"))  # as the library datasets names it
     columns = tuple(filter(None, [answers] if question else options.caption or [caption]))
     label = options.label or ("" if columns or question else label)
+    images, sentences, note = list[str](), list[str](), ""
+    if not image or not (columns or question or label):
+        images, sentences = columns_by_content(path, cells)
+        image = image or (images[0] if len(images) == 1 else "")
+        columns = columns or (tuple(sentences) if len(sentences) == 1 and not (question or label) else ())
+        note = f"images are in the column {image}, captions in {', '.join(columns)}, as the cells show"
     info = tuple(dict.fromkeys([*options.info, *(c for c in INFO_COLUMNS if names.count(c) == 1)]))
-    chosen = TableColumns(image, columns, question, info, label)
+    chosen = TableColumns(image, columns, question, info, label, note)
     check_columns(path, names, *filter(None, [image, *columns, question, *info, label, options.split and SPLIT]))
     mixed = not question and (options.answer or options.question)
     if not image or not (columns or question or label) or mixed:
         raise ValueError(
             f"{path} has the columns {shown(', '.join(names)[:200]) or 'none'}. Expected `image` (or `filepath`) and "
             "`caption`, `captions` (or `title`) in its first line; or `image`, `question` and `answers` (or `answer`); "
-            f"or `image` and `label`. Other columns are named by {FORM}, or by question= and answer=, without caption=."
+            "or `image` and `label`. Name other columns: "
+            f"'{path}?image={(images or ['COLUMN'])[0]}&caption={','.join(sentences) or 'COLUMN'}', or question= and "
+            "answer= in place of caption=."
         )
     return chosen
 
@@ -119,7 +133,7 @@ def open_table(name: str, path: Path, options: TableOptions = DEFAULTS, prefix: 
     of_rows = digest(contents, fingerprint(other) if other else "", repr(chosen), prefix, "None")
     place = cache_folder() / "rows" / f"{digest(contents, options.image)}.images"
     table, file = made_once(
-        f"table 3 {of_rows} {path.name} {classnames} {cache_folder()}",
+        f"table 4 {of_rows} {path.name} {classnames} {cache_folder()}",
         lambda: _table(name, path, options, other, place, classnames, prefix),
     )
     told, folder = json.loads(table.schema.metadata[b"kiloword"]), path.parent
@@ -127,7 +141,7 @@ def open_table(name: str, path: Path, options: TableOptions = DEFAULTS, prefix: 
         if not place.is_file():
             _copied(path, told["inside"], place)
         touched(place)
-    if options.images or told["subset"] is not None:
+    if options.images or not (told["inside"] or is_url(name)):
         files = table.column("file")[: 0 if told["inside"] else None]
         folder = images_folder(path, options.images, files, told["subset"])
     return Rows(
@@ -137,18 +151,12 @@ def open_table(name: str, path: Path, options: TableOptions = DEFAULTS, prefix: 
 
 
 def _table(
-    name: str,
-    path: Path,
-    options: TableOptions,
-    other: Path | None,
-    place: Path,
-    listed: list[str] | None,
-    prefix: str,
+    name: str, path: Path, options: TableOptions, other: Path | None, place: Path, listed: list[str] | None, prefix: str
 ) -> pa.Table:
     """The rows of a file, and as metadata what is said of them all. Args: place: for images that it contains."""
     layout, left = read_layout(path, options, other), LeftOut("row")
     options = layout.options if layout else options
-    columns = choose(path, list(layout.cells) if layout else column_names(path), options)
+    columns = choose(path, list(layout.cells) if layout else column_names(path), options, layout and layout.cells)
     inside = not layout and _inside(path, columns.image)
     wanted = [columns.image * (not inside), *columns.texts, columns.question, *columns.info, columns.label]
     wanted += [SPLIT * bool(options.split), STATUS * (inside and STATUS in column_names(path))]
@@ -186,12 +194,13 @@ def _table(
     for number, (n, *_) in enumerate(samples):
         key = os.path.splitext(files[n] or f"row {prefix}{n}")[0] if files else f"{prefix}{n}"
         made["key"].append(key_bytes(f"{key}#{number}" if columns.question and files else key))
-    captions, known = _parsed(cells, columns, samples, labels)
+    captions, known = _parsed(cells, columns, samples, made["key"], labels, left)
     arrays = {column: pa.array(values, SCHEMA.field(column).type) for column, values in (made | known).items()}
     bad = {"key": [key_bytes(line) for line, _ in malformed], "error": [reason for _, reason in malformed]}
     told = {
         "classnames": classnames, "labels": bool(columns.label), "inside": columns.image if inside else "",
-        "notes": [*(layout.notes if layout else ()), *left.lines()], "subset": layout.subset if layout else None,
+        "notes": [*(layout.notes if layout else ()), *filter(None, [columns.note]), *left.lines()],
+        "subset": layout.subset if layout else None,
     }  # fmt: skip
     tables = [pa.table(arrays | {"captions": captions}), pa.table(bad, pa.schema([SCHEMA.field(one) for one in bad]))]
     whole = pa.concat_tables(tables, promote_options="default")
@@ -199,20 +208,33 @@ def _table(
 
 
 def _parsed(
-    cells: Cells, columns: TableColumns, samples: Sequence[Sequence[int]], labels: Sequence[Label]
+    cells: Cells,
+    columns: TableColumns,
+    samples: Sequence[Sequence[int]],
+    keys: Sequence[bytes],
+    labels: Sequence[Label],
+    left: LeftOut,
 ) -> tuple[pa.Array, Cells]:
-    """Captions of samples, and the other columns that say what is known of their images."""
+    """Captions of samples, and the other columns that say what is known of their images.
+
+    Args: left: gets rows whose caption is empty, where the image has others.
+    """
     flat, ends, known = list[str](), [0], {name: list[Any]() for name in ("info", "error", "label", "labels")}
-    for rows in samples:
+    for rows, key in zip(samples, keys, strict=True):
         info, error, label = dict[str, Any](), None, labels[rows[0]] if columns.label else None
+        silent = 0
         try:
             values = {column: decoded(cells[column][rows[0]]) for column in columns.info}
             info |= {column: value for column, value in values.items() if value is not None and value != ""}
             for n in rows:
+                before = len(flat)
                 if columns.question:
                     flat += _answers(cells, columns, n, info)
                 for column in () if columns.question else columns.texts:
                     flat += texts(cells[column][n], lines=column == "captions")
+                silent += len(flat) == before
+            for _ in range(silent if columns.texts and not columns.question and silent < len(rows) else 0):
+                left.add(os.fsdecode(key), "empty caption")
             if isinstance(label, str):
                 raise BadSample(label)
         except BadSample as bad:

@@ -7,7 +7,6 @@ keys of members are. A .npy stands for the cls of a sample without one, or for t
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -29,9 +28,11 @@ from kiloword import addresses
 from kiloword.addresses import Address, address_of, is_url
 from kiloword.data import remote
 from kiloword.data.classes.names import text_lines
+from kiloword.data.edits import digest
 from kiloword.data.rows import Rows, key_bytes, known, made_once, mapped, write
 from kiloword.data.sample import IMAGE_SUFFIXES, MAX_TEXT, check_size, parse_beside
 from kiloword.errors import LeftOut
+from kiloword.files import TEMPORARY
 from kiloword.terminal import shown
 from kiloword.terminal.progress import ProgressLine
 from kiloword.types import BadSample
@@ -132,20 +133,19 @@ def open_remote_tars(src: str) -> Rows:
     return _rows(address.url, folder, wanted, index, *classes)
 
 
-def index_beside(rows: Rows) -> tuple[Path, int] | None:
+def index_beside(rows: Rows) -> tuple[Path | None, int]:
     """Put the rows of a folder of local tars beside them, so that nobody reads the tars again.
 
-    Returns: the file, which remote sets need, and the number of damaged tars; None for other data.
-    Errors: ValueError where the folder cannot be written.
+    Returns: the file, which remote sets need, and the number of damaged tars; None and 0 for other data.
+    Errors: OSError where the folder cannot be written.
     """
     path = Path(rows.folder, INDEX)
     if not (tars := _said(rows.table)):
-        return None
+        return None, 0
     if not rows.remote and path != rows.path:
-        try:
-            write(path, rows.table)
-        except OSError as error:
-            raise ValueError(f"{path} cannot be written ({error.strerror}). A copy of it is {rows.path}.") from None
+        for left in path.parent.glob(f".{INDEX}.*{TEMPORARY}"):  # of a killed process
+            left.unlink(missing_ok=True)
+        write(path, rows.table)
     return path, sum(bool(tar.note) for tar in tars)
 
 
@@ -172,10 +172,9 @@ def _rows(name: str, folder: str, wanted: list[str], index: Path | None, *classe
             empty.add(file, "no images in it")
     if not len(table):
         raise ValueError(f"{name} holds no images. Expected webdataset tars, as img2dataset writes. {members}".strip())
-    fingerprint = hashlib.blake2b("\n".join(lines).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
     notes = [*damaged, *(f"{name}: {line}" for line in (*empty.lines(), *members.lines()))]
     names, templates = classes
-    return Rows(name, table, folder, fingerprint, classnames=names, templates=templates, notes=notes, path=path)
+    return Rows(name, table, folder, digest(*lines), classnames=names, templates=templates, notes=notes, path=path)
 
 
 def _name(file: str) -> str:
@@ -254,11 +253,12 @@ def scan(place: str) -> pa.Table:
         fd, total = file.fileno(), os.fstat(file.fileno()).st_size
         members, note = _members(name, file, total, left_out)
         samples = _samples(members, left_out)
-        digest = hashlib.blake2b(repr((total, samples)).encode(), digest_size=16).hexdigest()
         rows, batches = (_row(key, parts, fd, total) for key, parts in samples), list[pa.RecordBatch]()
         while together := list(islice(rows, _ROWS)):
             batches.append(pa.RecordBatch.from_pylist(together, _SCHEMA))
-    metadata = json.dumps([Tar(place, len(samples), digest, note, left_out.counts, left_out.first)])
+    metadata = json.dumps(
+        [Tar(place, len(samples), digest(repr((total, samples))), note, left_out.counts, left_out.first)]
+    )
     return pa.Table.from_batches(batches, _SCHEMA).replace_schema_metadata({_KIND: metadata})
 
 

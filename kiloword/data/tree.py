@@ -5,7 +5,6 @@ A caption that names a node is true of an image if the class of the image is the
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kiloword.data.edits import Selection, digest
-from kiloword.data.query import Readers, read_options
+from kiloword.data.query import Readers, levels_of, read_options, within
 from kiloword.errors import article, suggestion
 from kiloword.randomness import generator
 from kiloword.terminal import shown
@@ -79,7 +78,7 @@ def read_tree(path: Path) -> ClassTree:
 
     try:
         raw = path.read_bytes()
-        return _tree(TypeAdapter(_File).validate_json(raw), hashlib.blake2b(raw, digest_size=16).hexdigest())
+        return _tree(TypeAdapter(_File).validate_json(raw), digest(raw.decode()))
     except (OSError, ValueError, KeyError) as error:
         reason = f"no node {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise ValueError(f"{path} is no tree of classes ({shown(reason[:200])}), see docs/data.md.") from None
@@ -183,18 +182,9 @@ def tree_source(source: Source, folder: Path, query: str, name: str) -> TreeSour
     return TreeSource(source, read_tree(file), name, **options)
 
 
-def _levels(value: str) -> tuple[tuple[int, float], ...]:
-    """ "0:1,3:2" or "0,3" """
-    parts = [item.partition(":") for item in value.split(",")]
-    levels = tuple((int(level), float(weight or 1)) for level, _, weight in parts)
-    if not all(level >= 0 and 0 < weight < np.inf for level, weight in levels):
-        raise ValueError(value)
-    return levels
-
-
 _READERS: Readers = {
-    "captions": (lambda value: {str(n): n for n in range(1, 101)}[value], "captions of an image, 1 to 100"),
-    "levels": (_levels, f"as in {FORM}"),
+    "captions": (within(range(1, 101)), "captions of an image, 1 to 100"),
+    "levels": (lambda value: tuple(levels_of(value).items()), f"as in {FORM}"),
     "seed": (int, "a whole number"),
     "tree": (str, "a file"),
 }

@@ -1,4 +1,4 @@
-"""This rank, the number of ranks, and collectives over them. Methods never import this file."""
+"""This rank, the number of ranks, and collectives over them."""
 
 from __future__ import annotations
 

@@ -30,7 +30,9 @@ def gather_features(features: Features) -> Features:
     """
     if ranks() == 1:
         return features
-    counts = row_counts(len(next(iter(features.values()))))
+    numbers = torch.empty(ranks(), dtype=torch.int64)
+    _all_gather(numbers, torch.tensor([len(next(iter(features.values())))]))
+    counts = numbers.tolist()
     learned = {k: v for k, v in features.items() if v.requires_grad}
     out = _gather_bytes({k: v for k, v in features.items() if not v.requires_grad}, counts)
     if learned:
@@ -48,13 +50,6 @@ def gather_one_row(x: Tensor) -> Tensor:
         return x[None]
     rows: Tensor = _Gather.apply(x.reshape(1, -1), [1] * ranks())  # type: ignore[no-untyped-call]
     return rows.view(-1, *x.shape)
-
-
-def row_counts(n: int) -> list[int]:
-    """The number of rows of every rank."""
-    out = torch.empty(ranks(), dtype=torch.int64)
-    _all_gather(out, torch.tensor([n]))
-    return out.tolist()
 
 
 class _Gather(torch.autograd.Function):

@@ -14,7 +14,6 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch import Tensor
 
 from kiloword.distributed import collectives
 
@@ -70,15 +69,6 @@ def gathered(mine: Item) -> list[Item]:
     return collectives.objects(mine) if share()[1] > 1 else [mine]
 
 
-def to_first(mine: Item) -> list[Item]:
-    """Every rank's object, in rank order, on the first rank; none on the others."""
-    if share()[1] == 1:
-        return [mine]
-    out: list[Any] | None = [None] * share()[1] if is_first() else None
-    dist.gather_object(mine, out)
-    return out or []
-
-
 def in_turns(items: Sequence[Item], do: Callable[[Item], Result]) -> Iterator[Result]:
     """Results of `do` for every item, in order, on all ranks; each computes its share. Results must be on the CPU."""
     rank, ranks = share()
@@ -88,11 +78,6 @@ def in_turns(items: Sequence[Item], do: Callable[[Item], Result]) -> Iterator[Re
     for first in range(0, len(items), ranks):
         mine = items[first + rank : first + rank + 1] or items[: lockstep()]
         yield from (made for [made] in gathered([do(item) for item in mine])[: len(items) - first])
-
-
-def sums(*mine: Tensor) -> list[Tensor]:
-    """The sum over ranks of each tensor."""
-    return [collectives.sum_over_ranks(x) if share()[1] > 1 else x for x in mine]
 
 
 def of_first(mine: Item) -> Item:
@@ -116,8 +101,12 @@ def part_by_part(
     mine = [[(n, rows) for n, rows in part if n % ranks == rank] for part in batches]
     results = make([rows for part in mine for _, rows in part])
     for part in mine:
-        every = to_first([(n, next(results)) for n, _ in part])
-        yield [result for _, result in sorted((pair for items in every for pair in items), key=lambda pair: pair[0])]
+        made = [(n, next(results)) for n, _ in part]
+        every: list[Any] | None = None if rank else [made] * ranks
+        if ranks > 1:
+            dist.gather_object(made, every)
+        pairs = (pair for items in every or () for pair in items)
+        yield [result for _, result in sorted(pairs, key=lambda pair: pair[0])]
 
 
 @contextmanager

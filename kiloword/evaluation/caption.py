@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,9 @@ from kiloword.evaluation.caption_truth import judge
 from kiloword.evaluation.features import Seen, per_batch, seen, tile
 from kiloword.evaluation.results import check_results, official_id, read_results, write_results
 from kiloword.evaluation.task import Findings, Inputs
-from kiloword.evaluation.tasks import CaptionOptions as CaptionOptions
-from kiloword.evaluation.tasks import CaptionTaskOptions as CaptionTaskOptions
+from kiloword.evaluation.tasks import CaptionTaskOptions
 from kiloword.evaluation.zeroshot import field_name, grouped
 from kiloword.generation.captioner import Captioner
-from kiloword.generation.options import GenerationOptions
 from kiloword.report import Gallery, Tile
 from kiloword.terminal import warn
 from kiloword.types import BadSample, Skipped
@@ -108,10 +105,8 @@ def _clipscores(inputs: Inputs, model: str, described: Sequence[CaptionedImage])
     counts = [1 + len(one.references) for one in of]
     images = found.images["vec"][[place[one.row] for one in of]]
     groups = torch.split(matcher.encode_text(texts)["vec"].double().cpu(), counts)
-    alone_, both = clipscore(
-        images.double().cpu().numpy(), torch.stack([g[0] for g in groups]).numpy(), [g[1:].numpy() for g in groups]
-    )
-    yield "clipscore", float(alone_.mean())
+    alone, both = clipscore(images.double().cpu(), torch.stack([g[0] for g in groups]), [g[1:] for g in groups])
+    yield "clipscore", float(alone.mean())
     yield "refclipscore", float(both.mean())
 
 
@@ -153,10 +148,3 @@ def existing(inputs: Inputs, options: CaptionTaskOptions) -> Iterator[CaptionedI
             yield CaptionedImage(row, name, caption, references, info)
         else:
             inputs.skipped.append(Skipped(row, name, "not in the table of captions" if references else "no caption"))
-
-
-def captions_of_table(path: str, options: CaptionTaskOptions) -> CaptionTaskOptions | None:
-    """Options to score the captions of a parquet table or a result file, and generate none; None for another path."""
-    if not path.lower().endswith((".parquet", ".json")):
-        return None
-    return replace(options, captions=Path(path), generate=GenerationOptions())

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from kiloword.errors import needs
 from kiloword.evaluation.tasks import TokenizerName
@@ -219,17 +221,16 @@ def common_subsequence(a: Sequence[str], b: Sequence[str]) -> int:
     return len(a) - (row & every).bit_count()
 
 
-def clipscore(image: Floats, candidate: Floats, references: Sequence[Floats]) -> tuple[Floats, Floats]:
+def clipscore(image: Tensor, candidate: Tensor, references: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """CLIPScore and RefCLIPScore of I images, [I] each: 2.5 max(cos, 0) of image and caption; its harmonic mean with
     the largest max(cos, 0) of the caption and a reference.
 
     Args: unit vectors of images [I, D], of captions [I, D], of the references of each image [R_i, D].
     Source: Hessel et al. 2021 (arXiv:2104.08718), section 3.
     """
-    alone = WEIGHT * np.maximum((image * candidate).sum(1), 0)
-    known = np.array([max(0.0, float((r @ c).max())) for r, c in zip(references, candidate, strict=True)])
-    both = alone + known
-    return alone, np.divide(2 * alone * known, both, out=np.zeros(len(both)), where=both > 0)
+    alone = WEIGHT * (image * candidate).sum(1).clamp(min=0)
+    known = torch.stack([(r @ c).amax() for r, c in zip(references, candidate, strict=True)]).clamp(min=0)
+    return alone, (2 * alone * known / (alone + known)).nan_to_num()
 
 
 @dataclass(frozen=True)
@@ -259,7 +260,12 @@ def score_captions(
     """
     check_programs(tokenizer, spice)
     every = [*candidates, *chain.from_iterable(references)]
-    lines = iter(map(own, every) if tokenizer == "own" else _ptb(every))
+    lines: Iterator[str] = map(own, every)
+    if tokenizer == "ptb":
+        from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer  # type: ignore[import-untyped]
+
+        split = PTBTokenizer().tokenize({n: [{"caption": " ".join(text.split())}] for n, text in enumerate(every)})
+        lines = (split[n][0] for n in range(len(every)))
     captions = Captions([next(lines) for _ in candidates], [[next(lines) for _ in of_image] for of_image in references])
     none, distinct = np.full(len(candidates), math.nan), len(set(captions.candidates)) / len(candidates)
     letters = "".join(letter for text in every for letter in text if letter.isalpha())
@@ -304,13 +310,6 @@ def _missing() -> str | None:
     if find_spec("pycocoevalcap") is None:
         return needs("it", "pycocoevalcap", "eval")
     return None if shutil.which("java") else "there is no java on the PATH"
-
-
-def _ptb(captions: Sequence[str]) -> list[str]:
-    from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer  # type: ignore[import-untyped]
-
-    found = PTBTokenizer().tokenize({n: [{"caption": " ".join(text.split())}] for n, text in enumerate(captions)})
-    return [found[n][0] for n in range(len(captions))]
 
 
 def _by_java(module: str, name: str, captions: Captions) -> float:

@@ -7,7 +7,7 @@ from itertools import permutations
 from typing import NamedTuple
 
 from kiloword.data.scenes.captions import parse
-from kiloword.data.scenes.query import ANY, Query
+from kiloword.data.scenes.query import ANY, Query, fits
 from kiloword.data.scenes.world import Scene, Thing
 
 KINDS = ("shape", "colour", "size", "fill", "row", "column", "thing", "relation", "count", "background")
@@ -75,7 +75,7 @@ def judge_caption(caption: str, scene: Scene) -> JudgedCaption:
     judged = list[tuple[tuple[tuple[str, bool], ...], int]]()
     for chosen in permutations((*scene.things, *[None] * short), len(query.things)):
         said = [(p, thing) for p, thing in zip(query.things, chosen, strict=True) if thing is not None and p != ANY]
-        named = sum(all(a in (None, b) for a, b in zip(p, thing, strict=True)) for p, thing in said)
+        named = sum(fits(p, thing) for p, thing in said)
         judged.append((tuple(_about_things(query, chosen)), named))
     best, _ = max(judged, key=lambda one: (sum(true for _, true in one[0]), one[1]))  # the first of equals
     if query.count is not None:

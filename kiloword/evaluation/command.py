@@ -22,6 +22,7 @@ from kiloword.errors import sentence_of, suggestion
 from kiloword.evaluation.suite import Suite, exists, read_suite
 from kiloword.evaluation.task import TOKEN_TASKS, Inputs, Task
 from kiloword.files import SaveError, write_atomic, write_json
+from kiloword.generation.options import GenerationOptions
 from kiloword.models.trust import NONE, Trust
 from kiloword.report import made_by, write_page
 from kiloword.report.blocks import Block, Page, Table
@@ -93,8 +94,10 @@ class Evaluation:
         return [[n, *(self.results.get(m, {}).get(n) for m in models)] for n in names if self.task.prints(n)]
 
     def without_model(self, folder: str) -> Any:
-        """Options of a task that takes what is named in place of a model, else None."""
-        return self.task.without_model(folder, self.options)
+        """Options of `caption` that score a parquet table or a result file, named in place of a model; else None."""
+        if self.task.name == "caption" and folder.lower().endswith((".parquet", ".json")):
+            return replace(self.options, captions=Path(folder), generate=GenerationOptions())
+        return None
 
 
 class Evaluate:
@@ -238,8 +241,9 @@ def data_sets(suite: Suite, root: Path, only: Sequence[str] = ()) -> list[Evalua
 
 
 def averages(suite: Suite, every: Sequence[Evaluation], models: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The mean of each group over the data sets that all models have, in the suite's order, then of all data sets:
-    n data sets in the mean, of so many, whether it is complete, values by model.
+    """The mean of each group over the data sets that all models have, in the suite's order, then of all data sets.
+
+    Returns: by group `n` data sets in the mean, `of` in the group, `complete`: n equals of, `values`: means by model.
     """
     values = {one.name: one.values() for one in every if set(one.results) >= set(models)}
     means = {}
@@ -389,8 +393,8 @@ def opened(folder: str, execution: Execution) -> tuple[Matcher, int]:
 
     device, precision = execution.device, execution.precision
     matcher = Matcher(*open_model(local_folder(folder), device, trust=execution.trust, precision=precision))
-    if execution.dim is not None and (note := keep_prefix_(matcher.model, execution.dim)):
-        warn(f"note: {note}")
+    if execution.dim is not None:
+        keep_prefix_(matcher.model, execution.dim)
     config = matcher.model.config
     workers = workers_of(execution.workers, device, execution.batch, config.image.size)
     announce(device, matcher.model.precision, reason_of(precision, config), workers)

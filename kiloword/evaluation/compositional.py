@@ -26,21 +26,14 @@ from kiloword.evaluation.features import Seen, seen, tile
 from kiloword.evaluation.metrics import check_scores, rounding
 from kiloword.evaluation.retrieval import scores_of_pairs
 from kiloword.evaluation.task import Findings, Inputs
-from kiloword.evaluation.tasks import CompositionalTaskOptions as CompositionalTaskOptions
+from kiloword.evaluation.tasks import CompositionalTaskOptions
 from kiloword.report.blocks import Gallery
 from kiloword.terminal import shown
 from kiloword.types import BadSample, Record, Skipped, Source
 
 AGREEING = 2  # of VALSE's three annotators: fewer chose the caption alone, and the foil is not valid
-IMAGES = (
-    "image_0",
-    "image_1",
-    "image_file",
-    "image_path",
-    "image",
-    "filename",
-    "key",
-)  # keys of the images of an entry
+# keys of the images of an entry
+IMAGES = ("image_0", "image_1", "image_file", "image_path", "image", "filename", "key")
 BOX = ("bbox_x", "bbox_y", "bbox_w", "bbox_h")
 
 

@@ -249,7 +249,7 @@ def captioned(inputs: Inputs, encode: Callable[[Tensor], Features] | None = None
 
     Args: encode: as for `seen`. Raises: ValueError where no image has one, and for features that memory cannot hold.
     """
-    from kiloword.api.batches import check_room
+    from kiloword.api.features import check_room
 
     source, parts = inputs.source, list[Seen]()
     for part in seen(inputs, encode):

@@ -131,9 +131,8 @@ def radius_paths(scores: Tensor, radius: Tensor) -> Tensor:
     Thresholds are equally spaced from the smallest to the largest radius, so paths go from general to specific. Ties:
     the first text. Returns: [I, STEPS] int64, indices into the texts. Source: arXiv:2407.08521, its public evaluator.
     """
-    limits = torch.linspace(0, 1, STEPS, dtype=radius.dtype, device=radius.device)
-    limits = radius.min() + limits * (radius.max() - radius.min())
-    limits[-1] = radius.max()
+    least, most = radius.aminmax()
+    limits = torch.linspace(least, most, STEPS, dtype=radius.dtype, device=radius.device)  # holds both exactly
     return torch.stack([scores.masked_fill(radius > limit, -torch.inf).argmax(1) for limit in limits], 1).cpu()
 
 

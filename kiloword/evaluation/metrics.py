@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -111,17 +110,17 @@ def r_precision(scores: Tensor, relevant: Tensor) -> Tensor:
     return (inside / size).masked_fill(beyond, 0).sum(1) / total
 
 
-def binned(uncertainty: Tensor, right: Tensor, bins: int = 10) -> tuple[Tensor, Tensor]:
-    """Sort N items by uncertainty, cut them into B bins whose counts differ by at most one, and average each.
+def binned(uncertainty: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Sort N items by uncertainty, cut them into 10 bins whose counts differ by at most one, and average each.
 
     With fewer items than bins, each item is a bin. Items of equal uncertainty get their mean accuracy, so that the
     result does not depend on their order.
 
-    Args: uncertainty [N]; right [N], probabilities of being right. Returns: uncertainty and accuracy, [B] double each.
+    Args: uncertainty [N]; right [N], probabilities of being right. Returns: both of each bin, double.
     """
     values, which, counts = groups(uncertainty.double())
     mean = torch.zeros_like(values).index_add(0, which, right.double().cpu()) / counts
-    parts = which.argsort().tensor_split(min(bins, len(which)))
+    parts = which.argsort().tensor_split(min(10, len(which)))
     means = [[of[which[part]].mean() for part in parts] for of in (values, mean)]
     return torch.stack(means[0]), torch.stack(means[1])
 
@@ -170,6 +169,5 @@ def ranks(values: Tensor) -> Tensor:
 
 def groups(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Group equal values [N]: unique values, ascending, [G]; group index of each, [N]; counts, [G]."""
-    unique = np.unique(values.cpu().numpy(), return_inverse=True, return_counts=True)
-    different, which, counts = map(torch.from_numpy, unique)
+    different, which, counts = torch.unique(values.cpu(), return_inverse=True, return_counts=True)
     return different, which, counts

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,11 +21,10 @@ from kiloword.data.open import open_source
 from kiloword.errors import needs
 from kiloword.evaluation.features import Classes, classes_of, labelled
 from kiloword.evaluation.task import Findings, Inputs
-from kiloword.evaluation.tasks import ProbeOptions as ProbeOptions
-from kiloword.evaluation.tasks import ProbeTaskOptions as ProbeTaskOptions
+from kiloword.evaluation.tasks import ProbeOptions, ProbeTaskOptions
 from kiloword.evaluation.zeroshot import figures
 from kiloword.model.encoding import chunks
-from kiloword.randomness import key
+from kiloword.randomness import generator, key
 from kiloword.terminal.progress import track
 from kiloword.types import Features, Skipped, Source
 
@@ -168,8 +166,7 @@ def start(width: int, classes: int, recipe: str, seed: int) -> Layer:
 
 def shuffled(n: int, epoch: int, seed: int) -> Tensor:
     """The order of n rows in an epoch."""
-    rng = np.random.Generator(np.random.Philox(key(seed, epoch, "probe order")))
-    return torch.from_numpy(rng.permutation(n))
+    return torch.from_numpy(generator(seed, epoch, "probe order").permutation(n))
 
 
 def steps(rows: Split, first: Layer, options: ProbeOptions) -> Layer:

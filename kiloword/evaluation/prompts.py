@@ -19,11 +19,10 @@ from torch import Tensor
 
 from kiloword.evaluation.features import Seen
 from kiloword.evaluation.task import Values
-from kiloword.evaluation.tasks import PromptOptions as PromptOptions
-from kiloword.evaluation.tasks import Way as Way
+from kiloword.evaluation.tasks import PromptOptions, Way
 from kiloword.methods.prolip.gaussian import variance_sum
 from kiloword.model.encoding import rows
-from kiloword.model.heads import Head
+from kiloword.model.heads import Head, shares
 from kiloword.model.pooling import at_least_float
 from kiloword.randomness import key
 from kiloword.types import Features
@@ -112,7 +111,7 @@ def combined(
     share = None if weights is None else weights.to(texts["vec"])
     classes, authors = head.ensemble(texts, group, n, share), share is not None
     if share is None:
-        share = texts["vec"].new_ones(len(group)) / torch.bincount(group, minlength=n)[group]
+        share = shares(texts["vec"], group, n, None)
     if not (not authors if options.renormalise is None else options.renormalise):
         vec = at_least_float(texts["vec"]) * share[:, None]
         classes["vec"] = vec.new_zeros(n, vec.shape[1]).index_add(0, group, vec)

@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from kiloword.explain.reconstruct import masked_patches, mean_colour, mim_settin
 from kiloword.methods.coca import sycoca
 from kiloword.model.encoding import inference
 from kiloword.model.image import unfold
-from kiloword.randomness import key
+from kiloword.randomness import generator, key
 from kiloword.types import Skipped, Source
 
 MASKS = ("attentive", "random")
@@ -111,8 +110,7 @@ def wrong_captions(source: Source, captions: Mapping[int, Sequence[str]]) -> dic
     wrong for it, so that nearly every caption is used once. Rows without a wrong caption are omitted.
     """
     rows, truth = list(captions), getattr(source, "relevance", None)
-    rng = np.random.Generator(np.random.Philox(key(source.fingerprint, "wrong captions")))
-    circle = [rows[n] for n in rng.permutation(len(rows))]
+    circle = [rows[n] for n in generator(source.fingerprint, "wrong captions").permutation(len(rows))]
     wrong: dict[int, str] = {}
     for place, row in enumerate(circle):
         for step in range(1, min(len(rows), TRIES + 1)):

@@ -26,7 +26,7 @@ from kiloword.evaluation.metrics import (
     standing,
 )
 from kiloword.evaluation.task import Findings, Inputs, Values
-from kiloword.evaluation.tasks import CHUNK, RetrievalTaskOptions
+from kiloword.evaluation.tasks import RetrievalTaskOptions
 from kiloword.model.encoding import chunks, rows
 from kiloword.model.pooling import at_least_float
 from kiloword.terminal.progress import track
@@ -40,15 +40,15 @@ Relevance = Callable[[slice], Any]
 
 Judged = TypeVar("Judged")
 
-PANEL = 1 << 22  # scores that are ranked at once; rows and columns that are scored at once
+CHUNK, PANEL = 1024, 1 << 22  # largest number of queries, and of their scores, that are ranked at once
 GATHERED = 1 << 26  # bytes of features copied at once to score pairs
 
 
 def run(inputs: Inputs, options: RetrievalTaskOptions) -> Findings:
     """Encode a source and yield its retrieval metrics; true relevance too where the source offers it."""
-    from kiloword.api.batches import check_room
+    from kiloword.api.features import check_room
 
-    matcher, ks, chunk = inputs.matcher, options.ks, options.chunk
+    matcher, ks = inputs.matcher, options.ks
     data = captioned(inputs)
     truth = getattr(inputs.source, "relevance", None)
     captions, owners = data.texts, data.image_of_text
@@ -59,7 +59,7 @@ def run(inputs: Inputs, options: RetrievalTaskOptions) -> Findings:
     images, texts, image_of_text = data.images, matcher.encode_text(captions), torch.tensor(owners)
     score = partial(matcher.score, nearest=options.nearest)
     if options.shortlist is None:
-        values = dict(retrieval(score, images, texts, image_of_text, ks, relevance, chunk))
+        values = dict(retrieval(score, images, texts, image_of_text, ks, relevance))
     else:
         pairs = partial(matcher.score_pairs, nearest=options.nearest)
         values = dict(shortlisted(pairs, images, texts, image_of_text, options.shortlist, ks, relevance))
@@ -70,11 +70,11 @@ def run(inputs: Inputs, options: RetrievalTaskOptions) -> Findings:
         parts = []
         for first in range(0, size * options.folds, size):
             which = torch.where((image_of_text >= first) & (image_of_text < first + size))[0]
-            fold = rows(images, slice(first, first + size)), _at(texts, which), image_of_text[which] - first
-            parts.append(dict(retrieval(score, *fold, ks, None, chunk)))
+            fold = rows(images, slice(first, first + size)), rows(texts, which), image_of_text[which] - first
+            parts.append(dict(retrieval(score, *fold, ks)))
         yield from ((f"{name}_folds", sum(part[name] / options.folds for part in parts)) for name in parts[0])
     if options.extra_positives is not None:
-        yield from extra_recalls(score, images, texts, read_positives(options.extra_positives, data), ks, chunk)
+        yield from extra_recalls(score, images, texts, read_positives(options.extra_positives, data), ks)
 
 
 def retrieval(
@@ -84,7 +84,6 @@ def retrieval(
     image_of_text: Tensor,
     ks: Sequence[int] = (1, 5, 10),
     relevance: Relevance | None = None,
-    chunk: int = CHUNK,
 ) -> Values:
     """Recall@k of image and text retrieval, defined and named as in CLIP_benchmark; never holds a tensor [I, T].
 
@@ -94,7 +93,7 @@ def retrieval(
 
     Args: images [I, ...]; texts [T, ...]; image_of_text [T] int64, in [0, I).
     """
-    yield from _recalls(*all_pairs(score, images, texts, image_of_text, chunk), ks, relevance)
+    yield from _recalls(*all_pairs(score, images, texts, image_of_text), ks, relevance)
 
 
 def mean_recalls(values: Mapping[str, float], ks: Sequence[int]) -> Values:
@@ -117,7 +116,6 @@ class Side(NamedTuple):
     positive: Callable[[slice], Tensor]
     queries: int
     items: int
-    chunk: int = CHUNK
 
     def judged(self, judge: Callable[[Tensor, Tensor], Judged]) -> Iterator[Judged]:
         """What `judge` makes of scores and positives, block by block of the queries; ranks share the blocks."""
@@ -126,7 +124,7 @@ class Side(NamedTuple):
             scores = self.scores(q)
             return judge(scores, self.positive(q).to(scores.device))
 
-        parts = list(chunks(self.queries, max(1, min(self.chunk, PANEL // self.items))))
+        parts = list(chunks(self.queries, max(1, min(CHUNK, PANEL // self.items))))
         yield from track(in_turns(parts, of), "ranks", "blocks of queries", len(parts))
 
     def standing(self) -> Standing:
@@ -136,27 +134,24 @@ class Side(NamedTuple):
 
 
 def _sides(
-    of_images: Callable[[slice], Tensor], of_texts: Callable[[slice], Tensor], image: Tensor, n: int, chunk: int = CHUNK
+    of_images: Callable[[slice], Tensor], of_texts: Callable[[slice], Tensor], image: Tensor, n: int
 ) -> tuple[Side, Side]:
     """Images that rank texts, and texts that rank images, with the annotated pairs as positives."""
     own, every, t = image.cpu(), torch.arange(n), len(image)
     return (
-        Side(of_images, lambda r: own == every[r, None], n, t, chunk),
-        Side(of_texts, lambda c: own[c, None] == every, t, n, chunk),
+        Side(of_images, lambda r: own == every[r, None], n, t),
+        Side(of_texts, lambda c: own[c, None] == every, t, n),
     )
 
 
-def _panel(score: Score, queries: Features, items: Features, chunk: int) -> Callable[[slice], Tensor]:
-    parts = list(chunks(len(items["vec"]), chunk))
-    return lambda q: torch.cat([score(rows(queries, q), rows(items, part)) for part in parts], 1)
-
-
-def all_pairs(
-    score: Score, images: Features, texts: Features, image_of_text: Tensor, chunk: int = CHUNK
-) -> tuple[Side, Side]:
+def all_pairs(score: Score, images: Features, texts: Features, image_of_text: Tensor) -> tuple[Side, Side]:
     """Images that rank texts, and texts that rank images, by the scores of all pairs."""
-    of_texts = _panel(lambda text, own: score(own, text).T, texts, images, chunk)
-    return _sides(_panel(score, images, texts, chunk), of_texts, image_of_text, len(images["vec"]), chunk)
+    return _sides(
+        lambda q: score(rows(images, q), texts),
+        lambda q: score(images, rows(texts, q)).T,
+        image_of_text,
+        len(images["vec"]),
+    )
 
 
 def _recalls(of_images: Side, of_texts: Side, ks: Sequence[int], relevance: Relevance | None) -> Values:
@@ -246,21 +241,19 @@ def _number(key: str) -> int | None:
     return None if digits is None else int(digits[1])
 
 
-def extra_recalls(
-    score: Score, images: Features, texts: Features, positives: Positives, ks: Sequence[int], chunk: int = CHUNK
-) -> Values:
+def extra_recalls(score: Score, images: Features, texts: Features, positives: Positives, ks: Sequence[int]) -> Values:
     """ECCV Caption's metrics (arXiv:2204.03359) in both directions, as means over the listed queries.
 
     `..._extra_recall@k` (any hit among the first k), `..._extra_r_precision` (hits among the first R over R, with R
     positives) and `..._extra_map_at_r` (the precision at each hit among the first R, summed, over R); ties get their
     expected value. `extra_unmatched` is the number of listed queries that the data lacks, if any.
     """
-    for name, listed, own, others, of in (
-        ("text", positives.texts, images, texts, score),
-        ("image", positives.images, texts, images, lambda text, image: score(image, text).T),
+    own, asked = (rows(x, torch.tensor(list(y))) for x, y in ((images, positives.texts), (texts, positives.images)))
+    for name, listed, items, of in (
+        ("text", positives.texts, len(texts["vec"]), lambda q: score(rows(own, q), texts)),
+        ("image", positives.images, len(images["vec"]), lambda q: score(images, rows(asked, q)).T),
     ):
-        items, asked = len(others["vec"]), _at(own, torch.tensor(list(listed)))
-        side = Side(_panel(of, asked, others, chunk), truth(listed, items), len(listed), items, chunk)
+        side = Side(of, truth(listed, items), len(listed), items)
         map_at_r = partial(average_precision, at_r=True)
         values = _means(side, ks, {"r_precision": r_precision, "map_at_r": map_at_r})[1]
         yield from ((f"{name}_retrieval_extra_{metric}", value) for metric, value in values.items())
@@ -327,12 +320,8 @@ def _reranked(score: Score, queries: Features, items: Features, n: int, q: slice
     return rest.scatter(1, short, exact)
 
 
-def _at(features: Features, which: Tensor) -> Features:
-    return {name: value[which.to(value.device)] for name, value in features.items()}
-
-
 def scores_of_pairs(score: Score, queries: Features, items: Features, query: Tensor, item: Tensor) -> Tensor:
     """Scores [P] of query[p] with item[p], indices [P] of rows of features; few features are gathered at a time."""
     row_bytes = sum(x[0].numel() * x.element_size() for x in (*queries.values(), *items.values()))
     parts = chunks(len(item), max(1, GATHERED // row_bytes))
-    return torch.cat([score(_at(queries, query[p]), _at(items, item[p])) for p in parts])
+    return torch.cat([score(rows(queries, query[p]), rows(items, item[p])) for p in parts])

@@ -87,11 +87,6 @@ class Task:
         found: Findings = import_module(f"kiloword.evaluation.{self.name}").run(inputs, options)
         return found
 
-    def without_model(self, path: str, options: Any) -> Any:
-        """New options where a table of captions takes the place of a model, else None."""
-        file = import_module(f"kiloword.evaluation.{self.name}")
-        return file.captions_of_table(path, options) if self.name == "caption" else None
-
     def prints(self, name: str) -> bool:
         """Whether to print a metric; the JSON has all."""
         return not (self.hidden and re.search(self.hidden, name))

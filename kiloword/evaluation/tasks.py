@@ -14,7 +14,6 @@ from kiloword.evaluation.task import ClassNames, Data, PythonOnly, Task
 from kiloword.evaluation.task import Prompts as PromptTexts
 from kiloword.generation.options import GenerationOptions
 
-CHUNK = 1024  # rows and columns of scores held at a time
 TokenizerName = Literal["own", "ptb"]
 
 Way = Literal["ensemble", "filter", "topk", "bprw"]
@@ -46,7 +45,6 @@ class RetrievalTaskOptions:
     extra_positives: str | None = None
     folds: int = 1  # mean of recall@k over N equal parts of the images, in order; COCO 1K: 5 of the 5000
     ks: PythonOnly[tuple[int, ...]] = (1, 5, 10)  # of recall@k
-    chunk: PythonOnly[int] = CHUNK  # rows and columns of scores held at a time
 
 
 @dataclass(frozen=True, kw_only=True)

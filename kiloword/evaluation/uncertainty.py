@@ -22,7 +22,7 @@ from kiloword.evaluation.retrieval import all_pairs
 from kiloword.evaluation.task import Findings, Inputs, NoOptions
 from kiloword.methods.prolip.gaussian import csd, inclusion, variance_sum
 from kiloword.model.encoding import chunks, rows
-from kiloword.randomness import key
+from kiloword.randomness import generator
 from kiloword.report import Block, Gallery, distributions
 from kiloword.types import Features, Source
 
@@ -170,7 +170,7 @@ def inclusion_tests(inputs: Inputs, chains: Chains) -> Findings:
     share of the unrelated that is true. With `_overlap`, the distance must also be below `inclusion_overlap`, as in
     `Matcher.includes`: chosen on every other chain, with accuracies of the rest. Of scenes the truth is known.
     """
-    rng = np.random.Generator(np.random.Philox(key("chains", len(chains))))
+    rng = generator("chains", len(chains))
     names, pairs, numbers = zip(*chain_pairs([chains[n] for n in rng.permutation(len(chains))[:MOST]]), strict=True)
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     index, features = {text: i for i, text in enumerate(texts)}, inputs.matcher.encode_text(texts)

@@ -17,8 +17,7 @@ from kiloword.distributed.sharing import alone, is_first, lockstep
 from kiloword.evaluation.features import per_batch
 from kiloword.evaluation.results import check_results, write_results
 from kiloword.evaluation.task import Findings, Inputs
-from kiloword.evaluation.tasks import VqaOptions as VqaOptions
-from kiloword.evaluation.tasks import VqaTaskOptions as VqaTaskOptions
+from kiloword.evaluation.tasks import VqaOptions, VqaTaskOptions
 from kiloword.evaluation.zeroshot import grouped
 from kiloword.generation.captioner import Answerer
 from kiloword.generation.options import GenerationOptions

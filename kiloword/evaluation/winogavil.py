@@ -13,7 +13,7 @@ from torch import Tensor
 from kiloword.evaluation.compositional import Cut, Item, scored
 from kiloword.evaluation.metrics import rounding
 from kiloword.evaluation.task import Findings, Inputs
-from kiloword.evaluation.tasks import WinogavilTaskOptions as WinogavilTaskOptions
+from kiloword.evaluation.tasks import WinogavilTaskOptions
 
 
 def run(inputs: Inputs, options: WinogavilTaskOptions) -> Findings:

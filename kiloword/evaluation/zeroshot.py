@@ -11,11 +11,11 @@ from torch import Tensor
 
 from kiloword.data.classes import Templates
 from kiloword.data.classes.names import SLOT, prompts, read_templates, template_sets, templates
-from kiloword.evaluation.features import Classes, Seen, classes_of, joined, labelled, tile
+from kiloword.evaluation.features import Seen, classes_of, joined, labelled, tile
 from kiloword.evaluation.metrics import Standing, average_precision, hit, rounding, standing
-from kiloword.evaluation.prompts import PromptOptions, Prompts, choose, statistics
+from kiloword.evaluation.prompts import Prompts, choose, statistics
 from kiloword.evaluation.task import Findings, Inputs, Values
-from kiloword.evaluation.tasks import ZeroshotTaskOptions as ZeroshotTaskOptions
+from kiloword.evaluation.tasks import PromptOptions, ZeroshotTaskOptions
 from kiloword.model.encoding import encode_texts
 from kiloword.report.blocks import Block, Gallery, Matrix
 from kiloword.types import Source
@@ -50,7 +50,7 @@ def run(inputs: Inputs, options: ZeroshotTaskOptions) -> Findings:
     elif not template and not (template := getattr(source, "templates", None)):
         template = templates(listed) if isinstance(listed, str) and listed in template_sets() else [SLOT]
     asked = encoded(matcher, names, template)
-    images = None if way == "ensemble" else encoded_images(inputs, classes)
+    images = None if way == "ensemble" else Seen.whole(labelled(inputs, classes=classes))
     chosen = choose(way, matcher, asked, images, options.prompt_options)
     rest = None if images is None else images.without(chosen.taken)
     parts: Iterable[Seen] = labelled(inputs, classes=classes) if rest is None else [rest]
@@ -193,8 +193,3 @@ def encoded(matcher: Matcher, names: Sequence[str], templates: Templates) -> Pro
     captions, group = prompts(names, templates)
     texts = encode_texts(matcher.model, matcher.tokenizer, captions)
     return Prompts(texts, torch.tensor(group, device=texts["vec"].device), len(names), captions)
-
-
-def encoded_images(inputs: Inputs, classes: Classes) -> Seen:
-    """All labelled images of a source, in memory."""
-    return Seen.whole(labelled(inputs, classes=classes))

@@ -141,7 +141,9 @@ def single_maps(pooling: Single, tokens: Tensor, texts: Features, attention: Ten
     look that are."""
     pool, patches = pooling.image_pool, tokens[:, e:]
     if type(pooling).image is Single.image and pool.map is not None:
-        return _same(pool.map.look(patches), texts, "attention pooling looks")
+        probe = pool.map.probe.expand(len(patches), 1, -1)
+        looks = probabilities(pool.map, probe, pool.map.keys(patches)).mean(1)[:, 0]
+        return _same(looks, texts, "attention pooling looks")
     score, changed, falls = pooling.score(pooling.image(tokens), texts), tokens.clone(), []
     for n in range(tokens.shape[1]):
         changed[:, n] = patches.mean(1)

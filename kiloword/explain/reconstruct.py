@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kiloword.methods.coca import masking
 from kiloword.methods.coca import sycoca as masked_images
-from kiloword.methods.coca.masking import MaskSettings
 from kiloword.methods.coca.sycoca import MimSettings
+from kiloword.model.blocks import take
 from kiloword.model.image import fold, grid, unfold
 from kiloword.model.pooling import at_least_float
 from kiloword.randomness import uniform
@@ -39,28 +39,21 @@ def mim_settings(matcher: Matcher) -> MimSettings:
     return settings
 
 
-def caption_similarity(model: Model, images: Tensor, texts: Texts, settings: MaskSettings) -> Tensor:
-    """Similarity of caption n with each patch of image n, both unmasked: [N, P] (arXiv:2401.02137, eq. 7).
-
-    Args: images uint8 [N, 3, H, W]; texts: N captions.
-    Raises: ValueError for a model whose patches and words cannot be compared.
-    """
-    masking.check(model.config)
-    places = torch.arange(len(images), device=images.device)
-    batch = Batch(images, texts, places, seeds=places, position=places, composed=places < 0)
-    encoded = Encoded(model.image_tokens(images), model.text_tower(texts), {}, {})
-    return masking.scores(model, batch, encoded, settings)
-
-
 def masked_patches(
     model: Model, images: Tensor, texts: Texts, seeds: Tensor, attentive: bool, settings: MimSettings
 ) -> Tensor:
     """Patches of N images to mask for the image decoder: [N, m] int64, ascending.
 
-    Args: images uint8 [N, 3, H, W]; texts: N captions, for attentive masks; seeds [N], for random ones.
+    Args: images uint8 [N, 3, H, W]; texts: N captions, for attentive masks, of which caption n is compared with image
+    n, both unmasked; seeds [N], for random ones.
+    Raises: ValueError for attentive masks of a model whose patches and words cannot be compared.
     """
     if attentive:
-        scores = caption_similarity(model, images, texts, settings)
+        masking.check(model.config)
+        places = torch.arange(len(images), device=images.device)
+        batch = Batch(images, texts, places, seeds=places, position=places, composed=places < 0)
+        encoded = Encoded(model.image_tokens(images), model.text_tower(texts), {}, {})
+        scores = masking.scores(model, batch, encoded, settings)
     else:
         scores = uniform(seeds, "reconstruction.mask", grid(model.config.image) ** 2)
     return masking.select(scores, settings.mim_share, most=True)
@@ -105,6 +98,6 @@ def mean_colour(images: Tensor, hidden: Tensor, patch: int) -> Tensor:
     Args: images: normalised, [N, 3, H, W].
     """
     pixels = unfold(images, patch)
-    seen = pixels.gather(1, masking.complement(hidden, pixels.shape[1])[..., None].expand(-1, -1, pixels.shape[-1]))
+    seen = take(pixels, masking.complement(hidden, pixels.shape[1]))
     colour = seen.view(*seen.shape[:2], 3, -1).mean((1, 3))  # [N, 3]
     return colour.repeat_interleave(patch**2, 1)[:, None].expand(-1, hidden.shape[1], -1)

@@ -44,17 +44,17 @@ def attention(matcher: Matcher, image: Tensor, texts: Sequence[str]) -> Iterator
 
 def words(matcher: Matcher, image: Tensor, texts: Sequence[str]) -> Iterator[Shown]:
     """Attention of the text decoder when it predicts each word, and the probability of that word."""
-    for found in explain_words(matcher, image, texts)[0]:
+    for found in explain_words(matcher, image, texts):
         rows = zip(found.words, found.probabilities.tolist(), found.maps, strict=True)
         yield [(f"{word} {p:.1%}", looks) for word, p, looks in rows]
 
 
 def cams(matcher: Matcher, image: Tensor, texts: Sequence[str]) -> Iterator[Shown]:
     """Patches of the first layer that raise the score, and the probability of the caption."""
-    maps = {"for the score": gradcam(matcher, image, texts)[0]}
+    maps = {"for the score": gradcam(matcher, image, texts)}
     with suppress(ValueError):  # it writes no captions
         writer(matcher.model)
-        maps["for writing the caption"] = gradcam(matcher, image, texts, "caption")[0]
+        maps["for writing the caption"] = gradcam(matcher, image, texts, "caption")
     for t in range(len(texts)):
         yield [(name, looks[t]) for name, looks in maps.items()]
 

@@ -16,7 +16,7 @@ from kiloword.data.reading import ImageTransform
 from kiloword.distributed.device import choose
 from kiloword.generation.captioner import Caption, Captioner
 from kiloword.generation.options import GenerationOptions
-from kiloword.interop.hf_folder import check_strangers, weight_files
+from kiloword.interop.hf_folder import opened, weight_files
 from kiloword.interop.names import local_folder
 from kiloword.model.trunks.libraries import check_like, transformers
 from kiloword.models.model_folder import DTYPES, check_finite, model_files, open_model
@@ -51,16 +51,11 @@ class TransformersCaptioner:
 
     def __init__(self, folder: Path, device: str, precision: str) -> None:
         files = [*weight_files(folder), *(p for p in folder.iterdir() if p.suffix in (".json", ".txt", ".model"))]
-        check_strangers(folder)
-        library, local = transformers(), {"local_files_only": True, "trust_remote_code": False}
-        try:
-            model, info = library.AutoModelForImageTextToText.from_pretrained(
-                str(folder), use_safetensors=True, output_loading_info=True, **local
-            )
-            processor = library.AutoProcessor.from_pretrained(str(folder), **local)
-        except Exception as error:  # a damaged file can raise almost anything
-            reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"{folder} holds no captioner that transformers can open: {reason}") from error
+        library = transformers()
+        model, info = opened(
+            library.AutoModelForImageTextToText, folder, use_safetensors=True, output_loading_info=True
+        )
+        processor = opened(library.AutoProcessor, folder)
         check_like(folder, {**info, "unexpected_keys": ()}, list(model.state_dict()), model.base_model_prefix)
         check_finite(model.state_dict(), str(folder))
         self.precision, self._device = "fp32" if precision == "auto" else precision, device

@@ -73,8 +73,6 @@ def write_captions(
     no row is usable.
     """
     describer.check(options)
-    if batch < 1:
-        raise ValueError(f"--batch is {batch}: expected at least 1.")
     source, transform, out = every_row(source), describer.transform, Path(out)
     folder = out.with_name(out.name + ".parts")
     file = CaptionFile(

@@ -9,6 +9,7 @@ from kiloword.methods.coca.coca import decoded, decoder_of
 from kiloword.model.attention import KeyValueCache
 from kiloword.model.decoder import DecoderMemory, TextDecoder
 from kiloword.model.model import Model
+from kiloword.model.pooling import at_least_float
 from kiloword.types import Texts
 
 
@@ -63,8 +64,7 @@ class ModelDecoding:
 
 def table_of(model: Model) -> Tensor:
     """Output weight [V, W] of the text decoder, at least fp32."""
-    table = text_decoder(model).table(model.text_tower.tokens)
-    return table.to(torch.promote_types(table.dtype, torch.float32))
+    return at_least_float(text_decoder(model).table(model.text_tower.tokens))
 
 
 def next_logits(x: Tensor, table: Tensor) -> Tensor:

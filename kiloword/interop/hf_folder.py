@@ -26,11 +26,6 @@ class NoFile(ValueError):
     """A file of a folder that is missing."""
 
 
-def is_sentence_encoder(folder: Path) -> bool:
-    """Whether a folder holds an encoder of texts alone. Raises: ValueError without a readable config.json."""
-    return json_object(folder / "config.json").get("model_type") in TEXT_TYPES
-
-
 def read_sentence_folder(folder: Path) -> tuple[Literal["mean", "cls", "max"], list[Path]]:
     """How a folder of transformers or sentence-transformers pools tokens, by default by their mean; its files.
 
@@ -81,34 +76,28 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def pretrained(
-    maker: Any, folder: Path, config: Any, part: torch.nn.Module, **more: Any
-) -> tuple[dict[str, Tensor], list[str]]:
+def pretrained(maker: Any, folder: Path, config: Any, part: torch.nn.Module) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors of a part of a model that transformers reads, which knows the names of older versions; unused names.
 
     Raises: ValueError for a folder without safetensors, or whose weights are damaged or of another architecture.
     """
-    check_strangers(folder)
     weight_files(folder)
-    try:
-        with quiet(transformers()):
-            net, info = maker.from_pretrained(
-                str(folder),
-                config=config,
-                use_safetensors=True,
-                local_files_only=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are named below
-                trust_remote_code=False,
-                dtype=torch.float32,
-                **more,
-            )
-    except Exception as error:  # of many kinds, for damaged files
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"the weights in {folder} cannot be read ({reason}): copy them again.") from error
+    more = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # those are named below
+    net, info = opened(maker, folder, config=config, use_safetensors=True, dtype=torch.float32, **more)
     expected = part.state_dict()  # without a pooling, which some folders lack
     check_like(folder, info, expected, net.base_model_prefix)
     return {name: x for name, x in net.state_dict().items() if name in expected}, sorted(info["unexpected_keys"])
+
+
+def opened(maker: Any, folder: Path, **more: Any) -> Any:
+    """What a class of transformers reads from a folder, whose code never runs. Raises: ValueError where it cannot."""
+    check_strangers(folder)
+    try:
+        with quiet(transformers()):
+            return maker.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **more)
+    except Exception as error:  # of many kinds, for damaged files
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{folder} cannot be read by transformers ({reason[:200]}): copy it again.") from error
 
 
 def image_processor(folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -125,11 +114,14 @@ def image_processor(folder: Path) -> tuple[Path, dict[str, Any]]:
 def preprocessing(path: Path, settings: dict[str, Any], clip: bool) -> tuple[int, Preprocess]:
     """Image size and preprocessing as the settings of an image processor's file say it.
 
-    Args: clip: whether what they omit is as CLIP's processor has it, else as those of SigLIP and ViT.
+    Args: clip: whether what they omit is as CLIP's processor has it, else as SigLIP's, unless they name another.
     Raises: ValueError for settings that `Preprocess` does not express.
     """
-    said = dict.fromkeys(_STEPS, True) | {"do_center_crop": clip, "resample": BICUBIC, "rescale_factor": 1 / 255}
-    said |= settings
+    processor = settings.get("image_processor_type") or settings.get("feature_extractor_type")
+    processor = str(processor or ("CLIP" if clip else "Siglip"))
+    clip = "CLIP" in processor
+    said = dict.fromkeys(_STEPS, True) | {"do_center_crop": clip, "rescale_factor": 1 / 255}
+    said |= {"resample": BICUBIC if clip or "Siglip" in processor else None} | settings
     given = settings.get("size")
     shortest = clip if isinstance(given, int) else "shortest_edge" in (given or {})
     size = _side(given)

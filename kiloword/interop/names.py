@@ -19,10 +19,10 @@ from kiloword.interop.hf_folder import json_object, weight_files
 from kiloword.interop.open_clip import assumed, import_state
 from kiloword.terminal import warn_once
 
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 PREFIXES = ("open_clip", "hf", "hf-hub")
 FILES = ("*.json", "*.safetensors", "*.txt", "*.md", "*.model")  # of a hub: no pickles, no code
-TRANSLATION = 2  # raise it when the same files become another model
-REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+TRANSLATION = 3  # raise it when the same files become another model
 
 
 def is_foreign(name: str) -> bool:
@@ -63,8 +63,11 @@ def local_folder(name: str | Path) -> str | Path:
         raise ValueError(
             f"{name} has no file of weights: write open_clip:NAME:FILE, or open_clip:NAME@TAG:FILE for published ones."
         )
-    weights = Path(file).expanduser()
-    place = _place(name, [weights])
+    return _of_open_clip(model, Path(file).expanduser())
+
+
+def _of_open_clip(model: str, weights: Path) -> Path:
+    place = _place(f"open_clip:{model}", [weights, *filter(Path.is_file, [Path(model)])])
     if not (place / "model.safetensors").is_file():  # written last
         imported = import_state(model, read(weights))
         folder.write(imported, weights, place, f"open_clip {model}")
@@ -73,7 +76,10 @@ def local_folder(name: str | Path) -> str | Path:
 
 
 def _of_folder(source: Path) -> Path:
-    """A folder of kiloword as it is; one of transformers, translated."""
+    """A folder of kiloword as it is; one of transformers or, without weights of theirs, of open_clip, translated."""
+    described = source / "open_clip_config.json"
+    if described.is_file() and not (source / "model.safetensors").is_file():
+        return _of_open_clip(str(described), source / "open_clip_model.safetensors")
     config = json_object(source / "config.json")
     if str(config.get("format", "")).startswith("kiloword-model"):
         return source
@@ -109,6 +115,6 @@ def _fetched(name: str) -> Path:
     except Exception as error:  # its errors, those of the connection, and of a cache that lacks it
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"hf-hub:{name} is neither in the cache of huggingface_hub nor can it be fetched ({reason}): check its "
-            "name and the connection, or give a downloaded folder as hf:FOLDER."
+            f"hf-hub:{name} is neither in the cache of huggingface_hub nor can it be fetched ({reason}): check "
+            "its name and the connection, or give a downloaded folder as hf:FOLDER."
         ) from None

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kiloword.config.recipes import Activation, HeadConfig, ImageConfig, ModelConfig, Preprocess, TextConfig
 from kiloword.config.settings import parse
-from kiloword.errors import needs
-from kiloword.model.trunks.libraries import torchvision_ready as torchvision_ready
+from kiloword.interop.hf_folder import json_object
+from kiloword.model.trunks.libraries import check_numbers, unusable
+from kiloword.model.trunks.library import open_clip_config
 
 _SHARED = {"width", "layers", "mlp_ratio", "norm_kwargs", "act_kwargs"}
 _IMAGE = _SHARED | {"image_size", "head_width", "patch_size", "timm_model_name", "timm_model_pretrained", "timm_pool"}
@@ -41,58 +43,76 @@ class Unlike(ValueError):
     """A model of open_clip that kiloword's towers do not support."""
 
 
-def model_config(name: str) -> ModelConfig:
-    """The configuration of open_clip's model `name`. Raises: ValueError as `raw_config`; Unlike for other towers."""
-    return translate(name, raw_config(name))
-
-
 def translate(name: str, raw: Mapping[str, Any]) -> ModelConfig:
     """Translate a configuration in open_clip's JSON format, or that of a released ProLIP.
 
-    Raises: Unlike, naming what is left over.
+    Raises: Unlike, naming what is left over; ValueError for towers beyond all limits.
     """
+    check_numbers(raw, name)
     try:
-        return _translated(name, raw)
+        vision, text = raw["vision_cfg"], raw["text_cfg"]
+        resnet, siglip = isinstance(vision.get("layers"), list | tuple), bool(vision.get("timm_model_name"))
+        family = "coca" if "multimodal_cfg" in raw else "prolip" if "embed_unc" in vision else ""
+        images, texts = _MORE.get(family, (set(), set()))
+        if text.get("hf_tokenizer_name") == "local":  # as `export` writes it; the tokenizer knows the ids
+            texts = texts | {"eos_id", "pad_id"}
+        if family == "prolip" and vision.get("pool_type") == "tok":
+            images = images | {"pool_type"}
+        foreign = [f"vision_cfg.{k}" for k, v in vision.items() if k not in _IMAGE | images and v not in (None, False)]
+        foreign += [f"text_cfg.{k}" for k, v in text.items() if k not in _TEXT | texts and v not in (None, False)]
+        decoder = raw.get("multimodal_cfg", {})
+        alike = {  # settings of a family that kiloword's towers compute with one value alone
+            "coca": {
+                "vision_cfg.attentional_pool": vision.get("attentional_pool") is True,
+                "text_cfg.embed_cls": text.get("embed_cls") is True,
+                "text_cfg.pad_id": text.get("pad_id", 0) == 0,
+                "multimodal_cfg.width": decoder.get("width") == text.get("width") == raw["embed_dim"],
+                "multimodal_cfg.heads": decoder.get("heads", 8) == text.get("heads"),
+                "text_cfg.mlp_ratio": text.get("mlp_ratio", 4) == 4,  # the decoder's is 4, whatever is configured
+            },
+            "prolip": {
+                "vision_cfg.embed_unc": vision.get("embed_unc") is True,
+                **{f"text_cfg.{k}": text.get(k) is True for k in ("embed_unc", "embed_cls", "no_causal_mask")},
+                "vision_cfg.timm_model_name": not vision.get("timm_model_name"),
+            },
+            "": {"text_cfg.pool_type": text.get("pool_type", "argmax") in ("argmax", "eos", "last")},
+        }
+        foreign += [what for what, same in alike[family].items() if not same]
+        if not (resnet or siglip or vision.get("patch_size")):
+            foreign.append("no vision_cfg.patch_size")
+        if foreign:
+            raise Unlike(
+                f"{name} is built differently from our towers ({', '.join(foreign)}); CLIP's and SigLIP's vision "
+                "transformers can be imported, CLIP's ResNets, and CoCa with an attentional pool."
+            )
+        activation: Activation = "quick_gelu" if raw.get("quick_gelu") else "gelu"
+        head = HeadConfig(
+            dim=raw["embed_dim"],
+            image_pool="attention" if resnet else "map" if siglip else "cls",
+            image_projection=not siglip,
+            image_projection_bias=resnet,
+            text_projection_bias=text.get("proj_bias", family == "prolip"),
+        )
+        if siglip or resnet:
+            image = _timm_image(name, vision) if siglip else _resnet(vision)
+        else:
+            size, heads = vision["image_size"], vision["width"] // vision.get("head_width", 64)
+            image = ImageConfig(size=size, patch=vision["patch_size"], heads=heads, **_shared(vision, activation))
+        config = ModelConfig(
+            image=image,
+            text=_text(text, activation),
+            head=head,
+            preprocess=preprocess_of(name, raw),
+        )
+        return _with_coca(config, raw) if family == "coca" else config
     except (KeyError, TypeError, ArithmeticError, AttributeError) as error:
         raise Unlike(f"{name} has no configuration as open_clip's models have it ({error!r}).") from error
 
 
-def _translated(name: str, raw: Mapping[str, Any]) -> ModelConfig:
-    vision, text = raw["vision_cfg"], raw["text_cfg"]
-    resnet, siglip = isinstance(vision.get("layers"), list | tuple), bool(vision.get("timm_model_name"))
-    family = "coca" if "multimodal_cfg" in raw else "prolip" if "embed_unc" in vision else ""
-    images, texts = _MORE.get(family, (set(), set()))
-    if family == "prolip" and vision.get("pool_type") == "tok":
-        images = images | {"pool_type"}
-    foreign = [f"vision_cfg.{k}" for k, v in vision.items() if k not in _IMAGE | images and v not in (None, False)]
-    foreign += [f"text_cfg.{k}" for k, v in text.items() if k not in _TEXT | texts and v not in (None, False)]
-    foreign += _unlike(family, raw)
-    if not (resnet or siglip or vision.get("patch_size")):
-        foreign.append("no vision_cfg.patch_size")
-    if foreign:
-        raise Unlike(
-            f"{name} is built differently from our towers ({', '.join(foreign)}); CLIP's and SigLIP's vision "
-            "transformers can be imported, CLIP's ResNets, and CoCa with an attentional pool."
-        )
-    activation: Activation = "quick_gelu" if raw.get("quick_gelu") else "gelu"
-    head = HeadConfig(
-        dim=raw["embed_dim"],
-        image_pool="attention" if resnet else "map" if siglip else "cls",
-        image_projection=not siglip,
-        image_projection_bias=resnet,
-        text_projection_bias=text.get("proj_bias", family == "prolip"),
-    )
-    config = ModelConfig(
-        image=_timm_image(name, vision) if siglip else _resnet(vision) if resnet else _vit(vision, activation),
-        text=_text(text, activation),
-        head=head,
-        preprocess=preprocess_of(name, {**(_SIGLIP if siglip else {}), **raw.get("preprocess_cfg", {})}),
-    )
-    return _with_coca(config, raw) if family == "coca" else config
-
-
-def preprocess_of(name: str, published: Mapping[str, Any]) -> Preprocess:
-    """Preprocessing from open_clip's settings, CLIP's where they omit it. Raises: Unlike for other ways to resize."""
+def preprocess_of(name: str, raw: Mapping[str, Any]) -> Preprocess:
+    """Preprocessing of a configuration, where it omits it SigLIP's or CLIP's. Raises: Unlike for other resizing."""
+    siglip = "siglip" in str(raw["vision_cfg"].get("timm_model_name"))
+    published = {**(_SIGLIP if siglip else {}), **raw.get("preprocess_cfg", {})}
     resize, how = published.get("resize_mode", "shortest"), published.get("interpolation", "bicubic")
     if resize not in ("shortest", "squash") or how != "bicubic":
         raise Unlike(f"{name} resizes images by {resize}, {how}: expected shortest or squash, bicubic")
@@ -100,49 +120,26 @@ def preprocess_of(name: str, published: Mapping[str, Any]) -> Preprocess:
 
 
 def raw_config(name: str) -> dict[str, Any]:
-    """open_clip's configuration of "NAME" or "NAME@TAG", where a tag of published weights gives preprocessing and
-    activation by open_clip's table of them.
+    """The configuration of open_clip's "NAME", of "NAME@TAG", or in a file, such as FOLDER/open_clip_config.json.
 
-    Raises: ValueError when open_clip is not installed, or does not know the name or the tag.
+    A tag of published weights gives preprocessing and activation by open_clip's table of them.
+    Raises: ValueError for a damaged file, and when open_clip is not installed, or does not know the name or the tag.
     """
+    if name.endswith(".json"):
+        document = json_object(Path(name))
+        with unusable(name):
+            return {**document, **document.get("model_cfg", {})}
     name, at, tag = name.partition("@")
-    torchvision_ready()
-    try:
-        import open_clip
-    except ImportError as error:
-        raise ValueError(needs(f"open_clip's model {name!r}", "open_clip_torch", "openclip")) from error
-    raw: dict[str, Any] | None = open_clip.get_model_config(name) if name in open_clip.list_models() else None
-    if raw is None:
-        raise ValueError(f"open_clip knows no model {name!r}; its names are those of open_clip.list_models()")
+    raw = open_clip_config(name)
     if not at:
         return raw
+    import open_clip
+
     if not (published := open_clip.get_pretrained_cfg(name, tag)):
         tags = ", ".join(open_clip.list_pretrained_tags_by_model(name)) or "none, so omit it"
         raise ValueError(f"open_clip has no tag {tag!r} of {name}: it has {tags}.")
     activation = {"quick_gelu": bool(raw.get("quick_gelu") or published.get("quick_gelu"))}
     return {**raw, **activation, "preprocess_cfg": {k: v for k, v in published.items() if k in _PUBLISHED}}
-
-
-def _unlike(family: str, raw: Mapping[str, Any]) -> list[str]:
-    """Settings of a family that have other values than kiloword's towers compute."""
-    vision, text, decoder = raw["vision_cfg"], raw["text_cfg"], raw.get("multimodal_cfg", {})
-    alike = {
-        "coca": {
-            "vision_cfg.attentional_pool": vision.get("attentional_pool") is True,
-            "text_cfg.embed_cls": text.get("embed_cls") is True,
-            "text_cfg.pad_id": text.get("pad_id", 0) == 0,
-            "multimodal_cfg.width": decoder.get("width") == text.get("width") == raw["embed_dim"],
-            "multimodal_cfg.heads": decoder.get("heads", 8) == text.get("heads"),
-            "text_cfg.mlp_ratio": text.get("mlp_ratio", 4) == 4,  # the decoder's is 4, whatever is configured
-        },
-        "prolip": {
-            "vision_cfg.embed_unc": vision.get("embed_unc") is True,
-            **{f"text_cfg.{k}": text.get(k) is True for k in ("embed_unc", "embed_cls", "no_causal_mask")},
-            "vision_cfg.timm_model_name": not vision.get("timm_model_name"),
-        },
-        "": {"text_cfg.pool_type": text.get("pool_type", "argmax") in ("argmax", "eos", "last")},
-    }
-    return [what for what, same in alike[family].items() if not same]
 
 
 def _with_coca(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
@@ -179,15 +176,6 @@ def _shared(tower: Mapping[str, Any], activation: Activation) -> dict[str, Any]:
     }
 
 
-def _vit(vision: Mapping[str, Any], activation: Activation) -> ImageConfig:
-    return ImageConfig(
-        size=vision["image_size"],
-        patch=vision["patch_size"],
-        heads=vision["width"] // vision.get("head_width", 64),
-        **_shared(vision, activation),
-    )
-
-
 def _resnet(vision: Mapping[str, Any]) -> ImageConfig:
     width = vision["width"]
     return ImageConfig(
@@ -208,20 +196,9 @@ def _timm_image(name: str, vision: Mapping[str, Any]) -> ImageConfig:
 
     with torch.device("meta"):
         trunk = timm.create_model(vision["timm_model_name"], num_classes=0)
-    weights, kind = trunk.state_dict(), type(trunk).__name__
-    foreign = {
-        f"layers of a {kind}": kind not in ("VisionTransformer", "Eva"),
-        "rotary positions (RoPE)": getattr(trunk, "rope", None) is not None,
-        "a norm before its blocks (norm_pre)": "norm_pre.weight" in weights,
-        "convolutions below its patches": "patch_embed.proj.weight" not in weights,
-        "a class token": "cls_token" in weights,
-        "no pooling by attention": "attn_pool.latent" not in weights,
-    }
-    if named := [what for what, differs in foreign.items() if differs]:
-        raise Unlike(
-            f"{name} has timm's {vision['timm_model_name']}, with {', '.join(named)}: of timm's towers, those of "
-            "SigLIP can be imported."
-        )
+    has, siglip = trunk.state_dict().keys(), {"attn_pool.latent", "patch_embed.proj.weight"}
+    if type(trunk).__name__ != "VisionTransformer" or siglip - has or {"cls_token", "norm_pre.weight"} & has:
+        raise Unlike(f"{name} has timm's {vision['timm_model_name']}, which is no tower of SigLIP.")
     first = trunk.blocks[0]
     tanh = type(first.mlp.act).__name__ == "GELUTanh" or getattr(first.mlp.act, "approximate", "none") == "tanh"
     return ImageConfig(

@@ -19,7 +19,6 @@ from kiloword.interop.hf_folder import json_object
 from kiloword.interop.open_clip_config import translate
 from kiloword.interop.state_dicts import CLASS, TOKENS, fitted
 from kiloword.methods.registry import preset
-from kiloword.model.trunks.libraries import check_numbers
 
 METHOD: Literal["prolip-released"] = "prolip-released"
 APPENDED = 2  # [UNC] and [CLS], which its context does not count
@@ -37,14 +36,13 @@ def model_config(path: Path) -> ModelConfig:
             f"no {path}: weights do not show heads and activations; put the published config.json into the same folder."
         )
     raw = json_object(path)
-    check_numbers(raw, str(path))
     vision = {"embed_unc": None, **(raw.get("vision_cfg") or {})}  # by which `translate` knows a ProLIP
     config = translate(str(path), {**raw, "vision_cfg": vision})
     return replace(config, text=replace(config.text, context=config.text.context + APPENDED))
 
 
 def import_state(config: ModelConfig, state: Mapping[str, Tensor], roles: Roles) -> Imported:
-    """Translate a released state dict.
+    """Translate a released state dict: [UNC] plus its position, and special text tokens into the vocabulary.
 
     Args: config: of `model_config`; roles: of the tokenizer, whose mask token the weights lack.
     Raises: ValueError when weights are missing or have another shape.
@@ -53,7 +51,13 @@ def import_state(config: ModelConfig, state: Mapping[str, Tensor], roles: Roles)
     try:
         if (rows := len(state[TOKENS])) != config.text.vocab:
             raise ValueError(f"{TOKENS} has {rows} rows, but config.json says {config.text.vocab}.")
-        folded = _folded(state, roles, vocab)
+        places, table = state[_POSITIONS], state[TOKENS]
+        # tokens without an embedding (the mask) get the mean of all embeddings
+        table = torch.cat([table, table.mean(0).expand(vocab - rows, -1)])
+        for role, name in _ROWS.items():
+            table[roles.ids()[role]] = state[name]
+        folded = {name: value for name, value in state.items() if name not in _ROWS.values()}
+        folded |= {_UNC: state[_UNC] + places[1], _POSITIONS: torch.cat([places[:1], places[2:]]), TOKENS: table}
     except (KeyError, RuntimeError, IndexError) as error:
         raise ValueError(f"these weights are no released ProLIP's: {str(error)[:200]} is wrong or missing.") from error
     shaped = preset(METHOD).shape(replace(config, text=replace(config.text, vocab=vocab, special=roles.ids())))
@@ -62,19 +66,6 @@ def import_state(config: ModelConfig, state: Mapping[str, Tensor], roles: Roles)
     ours, left = fitted(folded, {n: x for n, x in expected.items() if n not in twice}, "config.json")
     ours |= {name: ours[name.replace("head.pooling", "image_tower")].clone() for name in twice}
     return Imported(shaped, METHOD, ours, left)
-
-
-def _folded(state: Mapping[str, Tensor], roles: Roles, vocab: int) -> dict[str, Tensor]:
-    """The weights in open_clip's layout: [UNC] plus its position, and special text tokens in the vocabulary.
-
-    Tokens without an embedding (the mask) get the mean of all embeddings.
-    """
-    places, table = state[_POSITIONS], state[TOKENS]
-    table = torch.cat([table, table.mean(0).expand(vocab - len(table), -1)])
-    for role, name in _ROWS.items():
-        table[roles.ids()[role]] = state[name]
-    rest = {name: value for name, value in state.items() if name not in _ROWS.values()}
-    return {**rest, _UNC: state[_UNC] + places[1], _POSITIONS: torch.cat([places[:1], places[2:]]), TOKENS: table}
 
 
 def main(path: Path, out: Path) -> None:

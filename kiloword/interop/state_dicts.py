@@ -1,7 +1,7 @@
 """Weights of other libraries under kiloword's names: one table, which exports run backwards.
 
 Names are of open_clip (with timm's SigLIP towers, CLIP's ResNets and CoCa), transformers' CLIPModel and SiglipModel,
-and ProLIP's released models.
+and the released ProLIP and Llip.
 """
 
 from __future__ import annotations
@@ -66,6 +66,14 @@ NAMES = {  # the longest beginning that fits is replaced, PARTS in the rest; .T:
     "visual.unc_embedding": "image_tower.uncertainty_token",
     "visual.uncertainty_proj.": "head.uncertainty.image_log_var.",
     "text_uncertainty_projection.": "head.uncertainty.mean_log_var.",
+    # Llip
+    "k_proj": "head.pooling.key",
+    "v_proj": "head.pooling.value",
+    "q_proj": "head.pooling.query.weight.T",
+    "pred.out_proj": "head.pooling.out.weight.T",
+    "K_norm.": "head.pooling.key_norm.",
+    "V_norm.": "head.pooling.value_norm.",
+    "Q_norm.": "head.pooling.query_norm.",
     # transformers
     "text_model.embeddings.token_embedding.weight": "text_tower.tokens",
     "text_model.embeddings.position_embedding.weight": "text_tower.positions",

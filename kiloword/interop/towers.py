@@ -16,7 +16,8 @@ from kiloword.config.recipes import ImageConfig, ModelConfig, Preprocess, TrunkC
 from kiloword.errors import suggestion
 from kiloword.interop import hf_folder
 from kiloword.interop.checkpoint import read
-from kiloword.interop.open_clip_config import Unlike, translate
+from kiloword.interop.open_clip_config import preprocess_of
+from kiloword.interop.text_towers import BOTH
 from kiloword.model.trunks.libraries import folders_of, kept
 from kiloword.model.trunks.library import (
     ANY_SIZE,
@@ -38,8 +39,6 @@ from kiloword.terminal import warn_once
 
 LITES = tuple(name for name in VARIANTS if name != DEBUG)
 LITE = Preprocess(mean=(127 / 255,) * 3, std=(128 / 255,) * 3)  # (pixel - 127) / 128, as in its authors' training
-FOLDERS = (HF, "minilm")  # kinds of towers that are folders of transformers
-WHOLE = {"clip": "clip_vision_model", "siglip": "siglip_vision_model"}  # models of both towers: their image tower
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,9 @@ def with_image_tower(model: ModelConfig, text: str) -> ModelConfig:
         config = replace(config, config=vision_config(named.file))
         preprocess, size = _of_folder(named.file, config.config["model_type"])
     else:
-        preprocess = _of_timm(named.name) if named.name.startswith(TIMM) else _of_open_clip(named.name)
+        model_name = named.name.removeprefix(OPEN_CLIP)
+        timm = named.name.startswith(TIMM)
+        preprocess = _of_timm(named.name) if timm else preprocess_of(model_name, open_clip_config(model_name))
     trunk, size = measured(config, size)
     image = replace(model.image, trunk=trunk, size=size, patch=max(size // trunk.grid, 1))
     head = replace(model.head, image_pool="cls") if trunk.prefix and image.class_token else model.head
@@ -91,8 +92,8 @@ def with_image_tower(model: ModelConfig, text: str) -> ModelConfig:
 def vision_config(folder: Path) -> dict[str, Any]:
     """The config of the image tower in a folder of transformers. Raises: ValueError where it has none."""
     raw = hf_folder.json_object(folder / "config.json")
-    if raw.get("model_type") in WHOLE:
-        raw = {**(raw.get("vision_config") or {}), "model_type": WHOLE[raw["model_type"]]}
+    if raw.get("model_type") in BOTH:
+        raw = {**(raw.get("vision_config") or {}), "model_type": f"{raw['model_type']}_vision_model"}
     config = {k: v for k, v in kept(raw).items() if k not in ("transformers_version", "id2label", "label2id")}
     check_hf(config)
     return config
@@ -121,15 +122,6 @@ def _of_timm(name: str) -> Preprocess:
     return Preprocess(mean=tuple(config["mean"]), std=tuple(config["std"]), resize=resize)
 
 
-def _of_open_clip(name: str) -> Preprocess:
-    """As kiloword imports the model, or CLIP's where it cannot."""
-    model = name.removeprefix(OPEN_CLIP)
-    try:
-        return translate(model, open_clip_config(model)).preprocess
-    except Unlike:
-        return Preprocess()
-
-
 def load(trunk: Trunk, text: str, what: str) -> str:
     """Fill a trunk with the weights of the file that `text` names. Args: what: "image tower", for messages.
 
@@ -143,8 +135,7 @@ def load(trunk: Trunk, text: str, what: str) -> str:
         )
     path, expected = packaged(named.name) if named.file is None else named.file, trunk.state_dict()
     if isinstance(trunk, HfVision):
-        more = {"add_pooling_layer": False} if trunk.net.config.model_type == "vit" else {}
-        found, left = hf_folder.pretrained(type(trunk.net), path, trunk.net.config, trunk.net, **more)
+        found, left = hf_folder.pretrained(type(trunk.net), path, trunk.net.config, trunk.net)
         weights = {f"net.{name}": tensor for name, tensor in found.items()}
     else:
         weights = library_names(named.name, read(path))
@@ -170,9 +161,9 @@ def check_declared(model: ModelConfig, image_tower: str = "", text_tower: str = 
     Raises: ValueError for a config.json that declares more numbers than the weights have bytes.
     """
     for text, tower in ((image_tower, model.image), (text_tower, model.text)):
-        kind, _, place = text.partition(":")
+        place = text.partition(":")[2]
         folder = Path(place).expanduser()
-        if kind not in FOLDERS or not place or not (folder / "config.json").is_file():
+        if not place or tower.trunk.name != HF or not (folder / "config.json").is_file():
             continue
         with torch.device("meta"):
             if isinstance(tower, ImageConfig):
@@ -185,14 +176,6 @@ def check_declared(model: ModelConfig, image_tower: str = "", text_tower: str = 
                 f"the weights in {folder} are smaller than its config.json, which declares {declared:,} numbers. Save "
                 "both by one save_pretrained."
             )
-
-
-def check_weights_named(text: str) -> None:
-    """Raises: ValueError for a tower of timm or open_clip without a file, whose weights would be random."""
-    if text.startswith((TIMM, OPEN_CLIP)) and parse(text).file is None:
-        raise ValueError(
-            f"{text} names no file of weights, and the tokens of random ones are worth nothing: give {text}:FILE."
-        )
 
 
 def packaged(kind: str) -> Path:

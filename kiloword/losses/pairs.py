@@ -74,18 +74,15 @@ class PairInputs:
         """The columns of all ranks. A collective call, and so is the first reading of every constant."""
 
         def later(name: str) -> Tensor:
-            return gather_features({name: self._constant(name)})[name]
+            if name not in self.constants:
+                there = ", ".join(map(repr, {**self.columns, **self.constants}))
+                raise ValueError(
+                    f"the loss reads {name!r}, which nothing provides: this batch has {there}. Precomputed features "
+                    "come from --features and the method's `needs`."
+                )
+            return gather_features({name: self.constants[name]})[name]
 
         return LazyFeatures(gather_features(self.columns), later)
-
-    def _constant(self, name: str) -> Tensor:
-        if name not in self.constants:
-            there = ", ".join(map(repr, {**self.columns, **self.constants}))
-            raise ValueError(
-                f"the loss reads {name!r}, which nothing provides: this batch has {there}. Precomputed features come "
-                "from --features and the method's `needs`."
-            )
-        return self.constants[name]
 
     @staticmethod
     def join(parts: list[PairInputs]) -> PairInputs:
@@ -130,7 +127,7 @@ class Blocks:
         self.step = (chunk, chunk) if chunk else head.block(images, texts)
         self.rows = images["vec"].new_zeros(self.shape[0])
         self._whole = self.shape[0] <= self.step[0] and self.shape[1] <= self.step[1]
-        self._only: tuple[Pairs, list[Tensor]] | None = None  # a single block is scored once, not once per pass
+        self._only: tuple[tuple[slice, slice], tuple[Pairs, list[Tensor]]] | None = None  # a single block, scored once
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
         """Rows and columns of every block."""
@@ -211,15 +208,15 @@ class Blocks:
 
     def _scored(self, rows: slice, columns: slice, graph: bool) -> tuple[Pairs, list[Tensor]]:
         """A block whose logits carry a graph, if any, to the returned leaves (images, then texts)."""
-        if self._only is not None:
-            return self._only
+        if self._only and self._only[0] == (rows, columns):
+            return self._only[1]
         (images, of_images), (texts, of_texts) = self.images.part(rows), self.texts.part(columns)
         with torch.set_grad_enabled(graph):
             logits = self.head.logits(self.head.score(images, texts))
         pairs = Pairs(logits, images["position"][:, None] == texts["position"][None], images, texts)
         scored = pairs, [*of_images, *of_texts]
         if self._whole:
-            self._only = scored
+            self._only = (rows, columns), scored
         return scored
 
 
@@ -235,10 +232,14 @@ def sigmoid_loss(pairs: PairBlocks, positives: Positives, reduction: Literal["im
         values = F.softplus(block.logits) - y * block.logits  # = -y logsig(z) - (1 - y) logsig(-z)
         return values.sum(1), block.logits.sigmoid() - y
 
-    total = pairs.total(loss)
     # counts are summed over ranks, and each rank sees every text
-    count = pairs.shape[0] if reduction == "images" else pairs.shape[1] / ranks()
-    return Total(total, total.new_full((), float(count)), pairs.rows)
+    return summed(pairs, loss, pairs.shape[0] if reduction == "images" else pairs.shape[1] / ranks())
+
+
+def summed(pairs: PairBlocks, loss: BlockLoss, count: float) -> Total:
+    """The sum of a loss over all blocks, and this rank's share of the number to divide by."""
+    total = pairs.total(loss)
+    return Total(total, total.new_full((), count), pairs.rows)
 
 
 def weighted(positives: Positives, *parts: tuple[float, PairBlocks, PairLoss]) -> Total:
@@ -280,8 +281,7 @@ def softmax_loss(pairs: PairBlocks, positives: Positives, anchors: Anchors = "ap
         pull = pull + (block.logits - by_column).exp() * column_mass[None, columns]
         return values, pull - row_share - column_share
 
-    total = pairs.total(loss)
-    return Total(total, total.new_full((), float(pairs.shape[0])), pairs.rows)
+    return summed(pairs, loss, pairs.shape[0])
 
 
 def anchor_weights(pairs: PairBlocks, anchors: Anchors, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -299,20 +299,32 @@ def log_sums(pairs: PairBlocks, positives: Positives, of_positives: bool = False
 
     Returns: k is 2; 3 with `of_positives`, whose second row is the log-sum-exp over positives alone.
     """
-    sums: list[Tensor] = []
-    for rows, columns in pairs.blocks():
-        block = pairs.block(rows, columns)
+
+    def values(block: Pairs) -> tuple[list[Tensor], list[Tensor]]:
         z, y = block.logits.detach(), positives(block)
-        terms = [z, z + y.log()] if of_positives else [z]
+        return [z, z + y.log()] if of_positives else [z], [y]
+
+    return sums_of(pairs, values)
+
+
+def sums_of(
+    pairs: PairBlocks, values: Callable[[Pairs], tuple[Sequence[Tensor], Sequence[Tensor]]]
+) -> tuple[Tensor, Tensor]:
+    """Log-sum-exps of n values of pairs, then sums of m others: of rows [n + m, I] and, over all ranks, of columns."""
+    sums, n = list[Tensor](), 0
+    for rows, columns in pairs.blocks():
+        terms, others = values(pairs.block(rows, columns))
         if not sums:
-            sums = [z.new_full((len(terms) + 1, size), -torch.inf) for size in pairs.shape]
+            n = len(terms)
+            sums = [terms[0].new_full((n + len(others), size), -torch.inf) for size in pairs.shape]
             for side in sums:
-                side[-1].zero_()
+                side[n:].zero_()
         for side, part, dim in ((sums[0], rows, 1), (sums[1], columns, 0)):
             logs = torch.stack([x.logsumexp(dim) for x in terms])
-            side[:-1, part] = torch.logaddexp(side[:-1, part], logs)
-            side[-1, part] += y.sum(dim)
-    return sums[0], torch.cat(logsumexp_over_ranks(sums[1][:-1], sums[1][-1:]))
+            side[:n, part] = torch.logaddexp(side[:n, part], logs)
+            for total, y in zip(side[n:], others, strict=True):
+                total[part] += y.sum(dim)
+    return sums[0], torch.cat(logsumexp_over_ranks(sums[1][:n], sums[1][n:]))
 
 
 def logsumexp_over_ranks(logs: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -339,7 +351,7 @@ class Balanced(Rule):
 
     @property
     def mined(self) -> bool:
-        return isinstance(self.positives, Rule) and self.positives.mined
+        return getattr(self.positives, "mined", False)
 
     def bind(self, pairs: PairBlocks) -> Balanced:
         """A copy with the sums over these pairs."""
@@ -381,5 +393,4 @@ def supcon_loss(pairs: PairBlocks, positives: Positives, form: Literal["out", "i
             gradient += torch.where(count > 0, (z - every).exp(), 0) - share
         return weight * values.sum(1), weight * gradient
 
-    total = pairs.total(loss)
-    return Total(total, total.new_full((), float(pairs.shape[0])), pairs.rows)
+    return summed(pairs, loss, pairs.shape[0])

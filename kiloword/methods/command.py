@@ -133,7 +133,7 @@ def method_settings(named: NamedRecipe, kind: type) -> Any:
             expected = f"expected one of {', '.join(known)}.{suggestion(name, known)}"
             raise ValueError(f"recipe {named.name}: unknown setting 'settings.{name}': {expected}")
     try:
-        return parse(named.settings(), kind, strict=True)
+        return parse(named.settings(), kind)
     except ValueError as e:
         raise ValueError(f"recipe {named.name}: settings: {e}") from e
 

@@ -92,19 +92,14 @@ class SupCon(clip.Settings):
 
 
 def matches(settings: Mined, it: Tensor, ii: Tensor, tt: Tensor) -> Tensor:
-    """Which pairs match, bool [i, t], by the enabled terms. Source: arXiv:2405.10286, eq. 2.
+    """Which pairs each enabled term accepts, bool [3, ...]; a pair matches by any. Source: arXiv:2405.10286, eq. 2.
 
-    Args: it, ii, tt: cosines [i, t] of image and text, of image and the text's image, and of the text and the
-    image's texts on average.
+    Args: it, ii, tt: cosines [...] of image and text, of image and the text's image, and of the text and the image's
+    texts on average.
     """
-    matching = torch.zeros_like(it, dtype=torch.bool)
-    if settings.image_text:
-        matching |= it > settings.p1
-    if settings.image_image:
-        matching |= ii > settings.p2
-    if settings.text_text:
-        matching |= (tt > settings.p3) & (it > settings.p1_text)
-    return matching
+    by_image, by_own_image = (it > settings.p1) & settings.image_text, (ii > settings.p2) & settings.image_image
+    by_text = (tt > settings.p3) & (it > settings.p1_text) & settings.text_text
+    return torch.stack([by_image, by_own_image, by_text])
 
 
 @dataclass(frozen=True)
@@ -123,7 +118,7 @@ class MinedPositives(Rule):
         # the mean of cosines with the image's texts is the cosine with their mean
         tt = _cosines(pairs.images[f"image_features.{name}.texts"], text) if settings.text_text else it
         mineable = pairs.images["mineable"][:, None] & pairs.texts["mineable"]
-        mined = matches(settings, it, ii, tt) & mineable
+        mined = matches(settings, it, ii, tt).any(0) & mineable
         judged = mineable & image.any(1)[:, None] & text.any(1)
         annotated = pairs.annotated if settings.annotated_always else pairs.annotated & ~judged
         return (mined | annotated).to(pairs.logits.dtype)

@@ -25,7 +25,7 @@ from kiloword.methods import clip
 from kiloword.methods.matryoshka import WHOLE, whole_head
 from kiloword.methods.method import Component, Method, Part
 from kiloword.model.attention import Packing
-from kiloword.model.heads import Pooling, Single, unit
+from kiloword.model.heads import Pooling, Single, shares, unit
 from kiloword.model.image import extra
 from kiloword.model.pooling import at_least_float
 from kiloword.types import Features, PairBlocks, Positives, Texts, Total
@@ -173,8 +173,7 @@ class MaxSim(Pooling):
 
         The words' side is then the mean over prompts of their scores; a patch takes its maximum over all words.
         """
-        weight = texts["vec"].new_ones(len(group)) if weights is None else weights.to(texts["vec"])
-        weight = weight / weight.new_zeros(n).index_add(0, group, weight)[group]
+        weight = shares(texts["vec"], group, n, weights)
         there, order = texts["share"] > 0, group.argsort(stable=True)
         counts = there.sum(1).new_zeros(n).index_add(0, group, there.sum(1)).tolist()
         words, share = (

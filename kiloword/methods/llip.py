@@ -15,7 +15,7 @@ from kiloword.methods import siglip
 from kiloword.methods.method import Component, Method, Part
 from kiloword.model.blocks import Init
 from kiloword.model.heads import Pooling, Single, unit
-from kiloword.model.image import extra
+from kiloword.model.image import extra, grid
 from kiloword.model.pooling import TextPool, at_least_float
 from kiloword.types import Features, Texts
 
@@ -35,6 +35,8 @@ class ContextualSettings(BaseSettings):
     )
     per_token_projections: bool = setting(False, "separate key and value projections per mixture token")
     patch_keys: bool = setting(False, "mix the patches too (appendix B.3)")
+    per_patch_projections: bool = setting(False, "with both: separate projections per patch, too")
+    norms: bool = setting(False, "layer norms of keys, values and queries, as the authors' largest models have")
     form: Literal["auto", "direct", "gram"] = setting("auto", "computation of the exact score; auto: the cheaper")
 
 
@@ -71,7 +73,7 @@ class OneVector(Single):
     towers = staticmethod(with_tokens)
 
     def __init__(self, config: ModelConfig, settings: ContextualSettings) -> None:
-        super().__init__(replace(config, head=replace(config.head, image_pool="mean")))  # unused; has no parameters
+        super().__init__(config)  # whose pool of images is unused, and has no parameters
         self.read = 1 if settings.pool == "first" else settings.k
 
     def image(self, tokens: Tensor) -> Features:
@@ -92,10 +94,12 @@ class Attention(Pooling):
         self.dim, self.width, self.settings = config.head.dim, config.image.width, settings
         check_heads(settings.heads, self.dim)
         self.extra = extra(config.image)
-        per_token = settings.per_token_projections
-        self.matrices = (settings.k + int(settings.patch_keys)) if per_token else 1  # patches share one
-        self.key = nn.Parameter(torch.empty(self.matrices, self.width, self.dim))
-        self.value = nn.Parameter(torch.empty(self.matrices, self.width, self.dim))
+        patches = grid(config.image) ** 2 if settings.per_patch_projections else 1  # which share one
+        matrices = settings.k + patches * settings.patch_keys if settings.per_token_projections else 1
+        self.key, self.value = (nn.Parameter(torch.empty(matrices, self.width, self.dim)) for _ in range(2))
+        self.key_norm, self.value_norm, self.query_norm = (
+            nn.LayerNorm(self.dim) if settings.norms else nn.Identity() for _ in range(3)
+        )
         self.out = nn.Linear(self.dim, self.dim, bias=False)  # W_O
         self.text_pool = TextPool(config.text, config.head.text_pool)
         self.text_projection = nn.Linear(config.text.width, self.dim, bias=False)  # W_T
@@ -111,22 +115,13 @@ class Attention(Pooling):
         mixed = tokens[:, : self.settings.k]
         if self.settings.patch_keys:
             mixed = torch.cat([mixed, tokens[:, self.extra :]], 1)
-        keys, values = (self._project(mixed, matrix) for matrix in (self.key, self.value))
+        keys, values = self.key_norm(_project(mixed, self.key)), self.value_norm(_project(mixed, self.value))
         shape = (*mixed.shape[:2], self.settings.heads, -1)
         return keys.view(shape), values.view(shape)
 
-    def _project(self, mixed: Tensor, matrix: Tensor) -> Tensor:
-        """[I, N, W] -> [I, N, D]."""
-        if self.matrices == 1:
-            return mixed @ matrix[0]
-        projected = torch.einsum("ikw,kwd->ikd", mixed[:, : self.settings.k], matrix[: self.settings.k])
-        if not self.settings.patch_keys:
-            return projected
-        return torch.cat([projected, mixed[:, self.settings.k :] @ matrix[-1]], 1)
-
     def project_image_tokens(self, tokens: Tensor) -> Tensor:
         """[..., W] -> [..., D]: value projection, then W_O; with projections per token, their mean."""
-        out: Tensor = self.out(tokens @ self.value.mean(0))
+        out: Tensor = self.out(self.value_norm(tokens @ self.value.mean(0)))
         return out
 
     def initial(self) -> dict[str, Init]:
@@ -149,6 +144,15 @@ class Attention(Pooling):
         return float((self.factor * (self.dim // self.settings.heads) ** 0.5) ** -0.5)
 
 
+def _project(mixed: Tensor, matrices: Tensor) -> Tensor:
+    """[I, N, W] -> [I, N, D], by a matrix [M, W, D] per token; of fewer, the last one has all tokens from there on."""
+    if len(matrices) == 1:
+        return mixed @ matrices[0]
+    own = len(matrices) if len(matrices) == mixed.shape[1] else len(matrices) - 1
+    projected = torch.einsum("ikw,kwd->ikd", mixed[:, :own], matrices[:own])
+    return torch.cat([projected, mixed[:, own:] @ matrices[-1]], 1) if own < mixed.shape[1] else projected
+
+
 class Contextual(Attention, PerText):
     """Mixes the tokens of every image for every text by the query of the text (arXiv:2405.00740, eq. 1 and 2).
 
@@ -168,7 +172,7 @@ class Contextual(Attention, PerText):
 
     def text(self, tokens: Tensor, texts: Texts) -> Features:
         pooled = self.text_pool(tokens, texts)
-        query = self.query(pooled).view(pooled.shape[0], self.settings.heads, -1)
+        query = self.query_norm(self.query(pooled)).view(pooled.shape[0], self.settings.heads, -1)
         return {"vec": unit(self.project_text_tokens(pooled)), "query": query}
 
     def output(self, texts: Features) -> Tensor:
@@ -182,7 +186,7 @@ class LearnedAverage(Attention):
     """One learned query for all texts, so that an image is one vector (arXiv:2405.00740, section 5)."""
 
     one_vector = True
-    score_pairs = Single.score_pairs
+    text, score_pairs = Single.text, Single.score_pairs
 
     def __init__(self, config: ModelConfig, settings: ContextualSettings) -> None:
         super().__init__(config, settings)
@@ -191,13 +195,10 @@ class LearnedAverage(Attention):
     def image(self, tokens: Tensor) -> Features:
         """[I, N, W] to "vec" [I, D]: mixture tokens averaged by learned queries, whatever the text."""
         keys, values = self.keys_and_values(tokens)
-        query = self.query.view(1, self.settings.heads, -1)
+        query = self.query_norm(self.query).view(1, self.settings.heads, -1)
         phi = weights(at_least_float(keys), at_least_float(query), self.factor)[:, 0]  # [I, M, N]
         mixed = torch.einsum("imn,inmd->imd", phi.to(values.dtype), values).flatten(1)
         return {"vec": unit(self.out(mixed))}
-
-    def text(self, tokens: Tensor, texts: Texts) -> Features:
-        return {"vec": unit(self.project_text_tokens(self.text_pool(tokens, texts)))}
 
     def initial(self) -> dict[str, Init]:
         return {**super().initial(), "query": Init(std=self.shrink)}

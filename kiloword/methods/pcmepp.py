@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kiloword.config.settings import ABOVE_0, BaseSettings, setting
 from kiloword.distributed.collectives import extreme_over_ranks
-from kiloword.losses.pairs import sigmoid_loss, softmax_loss, weighted
+from kiloword.losses.pairs import sigmoid_loss, softmax_loss, summed, weighted
 from kiloword.methods.method import Component, Method
 from kiloword.methods.prolip.gaussian import GaussianSettings
 from kiloword.methods.prolip.inclusion import InclusionSettings
@@ -123,9 +123,7 @@ def matching_loss(
         values = (1 + pseudo) * F.softplus(z) - target * z
         return values.sum(1), (1 + pseudo) * z.sigmoid() - target
 
-    total = pairs.total(loss)
-    count = pairs.shape[0] * (pairs.shape[1] if reduction == "pairs" else 1)
-    return Total(total, total.new_full((), float(count)), pairs.rows)
+    return summed(pairs, loss, pairs.shape[0] * (pairs.shape[1] if reduction == "pairs" else 1))
 
 
 def _thresholds(pairs: PairBlocks) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from tyro.conf import Positional
 from kiloword.config import papers
 from kiloword.config.papers import LENGTHS, NamedRecipe, RecipeValue
 from kiloword.config.recipes import Recipe
-from kiloword.config.settings import leaves
+from kiloword.config.settings import leaves, shown
 from kiloword.files import write_json
 from kiloword.terminal import say
 
@@ -95,14 +95,3 @@ def _leaves(tree: dict[str, Any], at: str) -> Iterator[tuple[str, Any]]:
 
 def _plain(value: Any) -> Any:
     return list(map(_plain, value)) if isinstance(value, list | tuple) else value
-
-
-def shown(value: Any) -> str:
-    """A value as tables and notes show it."""
-    if isinstance(value, list | tuple):
-        return ",".join(map(shown, value)) or "none"
-    if value in (None, ""):
-        return "none"
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000:
-        return f"{value:_}"
-    return f"{value:g}" if isinstance(value, float) else str(value)

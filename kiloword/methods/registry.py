@@ -29,7 +29,7 @@ LONGEST = 1000  # maximum length of a method's name, components included
 MODELS = ("open_clip:", "hf:", "hf-hub:")  # begin the names of other libraries' models, which are no modules
 # slots in order of application, as components check what others set; "": any other
 ORDER = ("uncertainty", "pair loss", "positives", "pooling", "", "deterministic", "prefixes", "captions")
-PRESETS = {  # a new method is one line here
+PRESETS = {  # names as the command line has them; a new method is one line here
     "cappa": "coca.cappa",
     "clip": "clip",
     "clip-c": "clip_c",
@@ -49,13 +49,8 @@ PRESETS = {  # a new method is one line here
 # modules that have components and no preset
 OTHERS = (
     *("clic", "concepts", "matryoshka", "negatives", "reinforced"),
-    *("self_distill", "sub_captions", "superclass", "text_crops"),
+    *("self_distill", "sub_captions", "superclass"),
 )
-
-
-def names() -> list[str]:
-    """Built-in presets, as the command line writes them."""
-    return list(PRESETS)
 
 
 def components() -> dict[str, Component]:

@@ -13,7 +13,7 @@ from kiloword.config.recipes import AugmentConfig, Recipe
 from kiloword.config.settings import ABOVE_0, BELOW_1, BaseSettings, setting
 from kiloword.data.images.views import in_words
 from kiloword.data.stored import store_file
-from kiloword.losses.pairs import anchor_weights, logsumexp_over_ranks
+from kiloword.losses.pairs import anchor_weights, summed, sums_of
 from kiloword.methods.method import Component, Method, Part, ScaledContrast
 from kiloword.model.model import Model
 from kiloword.types import Batch, Encoded, Features, PairBlocks, Pairs, Total
@@ -101,7 +101,7 @@ def distillation(pairs: PairBlocks, teachers: dict[str, float]) -> Total:
 
     Args: teachers: names of features, and scales of their cosines.
     """
-    row_norms, column_norms = _norms(pairs, teachers)
+    row_norms, column_norms = sums_of(pairs, lambda block: (list(_logits(block, teachers)), []))
     by_image, by_text = anchor_weights(pairs, "apart", row_norms)
 
     def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ def distillation(pairs: PairBlocks, teachers: dict[str, float]) -> Total:
                 gradient -= share * log.exp()
         return values, torch.where(seen, gradient, 0)
 
-    return Total(pairs.total(loss), row_norms.new_full((), float(pairs.shape[0])))
+    return summed(pairs, loss, pairs.shape[0])
 
 
 def _logits(block: Pairs, teachers: dict[str, float]) -> Tensor:
@@ -128,17 +128,6 @@ def _logits(block: Pairs, teachers: dict[str, float]) -> Tensor:
     z = block.logits.detach()
     taught = [s * (image.to(z) @ text.to(z).T) for (image, text), s in zip(sides, teachers.values(), strict=True)]
     return torch.stack([z, *taught]).masked_fill(~seen, -torch.inf)
-
-
-def _norms(pairs: PairBlocks, teachers: dict[str, float]) -> tuple[Tensor, Tensor]:
-    """Log-sum-exps of the student and every teacher: of rows [1 + K, I] and, over all ranks, of columns [1 + K, T]."""
-    norms: list[Tensor] = []
-    for rows, columns in pairs.blocks():
-        logits = _logits(pairs.block(rows, columns), teachers)
-        norms = norms or [logits.new_full((len(logits), size), -torch.inf) for size in pairs.shape]
-        for side, part, dim in ((norms[0], rows, 2), (norms[1], columns, 1)):
-            side[:, part] = torch.logaddexp(side[:, part], logits.logsumexp(dim))
-    return norms[0], logsumexp_over_ranks(norms[1], norms[1][:0])[0]
 
 
 COMPONENTS = {

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kiloword.config.recipes import AugmentConfig, ImageConfig, ModelConfig, TrunkConfig
+from kiloword.config.recipes import AugmentConfig, ModelConfig
 from kiloword.config.settings import ABOVE_0, BELOW_1, BaseSettings, setting
 from kiloword.distributed.collectives import sum_over_ranks
 from kiloword.methods.method import Component, Method, Part, Ramp, Term, follow
@@ -31,12 +31,12 @@ CROPS = "self_distill_crops"  # the input: uint8 [I, global + local, 3, H, W]
 class SelfDistill(BaseSettings):
     """Crops, teacher and loss. Temperatures and the centre's momentum are DINO's."""
 
+    small: int = setting(4, "small crops of an image, which the student sees", 1, 64)
+    least: float = setting(0.05, "smallest share of an image's area in a small crop", 0.01, BELOW_1)
     weight: float = setting(1.0, "weight of the loss", 0)
     rise: float = setting(0.0, "share of the run in which the weight rises from 0; 0: constant", 0, BELOW_1)
     large: int = setting(2, "large crops of an image, which the teacher sees", 1, 16)
-    small: int = setting(4, "small crops of an image, which the student sees", 1, 64)
     area: float = setting(0.4, "share of an image's area that parts small crops from large", 0.01, BELOW_1)
-    least: float = setting(0.05, "smallest share of an image's area in a small crop", 0.01, BELOW_1)
     momentum: float = setting(0.996, "of the teacher's average; rises to 1 by a cosine", 0, BELOW_1)
     temperature: float = setting(0.1, "divides the student's cosines", ABOVE_0)
     teacher_temperature: float = setting(0.04, "divides the teacher's cosines", ABOVE_0)
@@ -45,10 +45,16 @@ class SelfDistill(BaseSettings):
     hidden: int = setting(0, "width of the projection's two hidden layers; 0: 2048, at most 4 times the tower's", 0)
     dim: int = setting(0, "width before the prototypes; 0: 256, at most the tower's", 0)
 
+    def __post_init__(self) -> None:
+        if self.least >= self.area:
+            raise ValueError(
+                f"small crops have at least {self.least:g} and at most {self.area:g} of an image's area: expected "
+                "ascending numbers."
+            )
+
 
 def self_distill(method: Method, settings: SelfDistill) -> Method:
-    """Add the loss, whose crops cost passes of the image tower. Raises: ValueError for areas that do not ascend."""
-    check_areas(settings.least, settings.area)
+    """Add the loss, whose crops cost passes of the image tower."""
     weight = Ramp(settings.weight, 0, settings.rise) if settings.rise else settings.weight
     large = AugmentConfig(crop=settings.area, flip=0.5)
 
@@ -72,21 +78,6 @@ def window(image: Tensor, least: float, most: float, draw: Draw) -> Tensor:
     part = image[None, :, y : y + n, x : x + n].float()
     scaled = F.interpolate(part, (size, size), mode="bilinear", align_corners=False)
     return scaled[0].round().clamp(0, 255).to(torch.uint8)
-
-
-def check_areas(least: float, most: float) -> None:
-    """Raises: ValueError for areas that do not ascend."""
-    if least >= most:
-        raise ValueError(
-            f"small crops have at least {least:g} and at most {most:g} of an image's area: expected ascending numbers."
-        )
-
-
-def check_towers(component: str, image: ImageConfig, *trunks: TrunkConfig) -> None:
-    """Raises: ValueError for towers that cannot be averaged: an image tower that is no transformer, or trunks."""
-    check_vit(image, component)
-    if any(trunk.name for trunk in (image.trunk, *trunks)):
-        raise ValueError(f"{component} averages towers, which cannot stand on a trunk: omit one of both.")
 
 
 class DistillHead(nn.Module):
@@ -119,7 +110,9 @@ class SelfDistillTerm(Term):
 
     def __init__(self, config: ModelConfig, settings: SelfDistill) -> None:
         super().__init__()
-        check_towers("self-distill", config.image)
+        check_vit(config.image, "self-distill")
+        if config.image.trunk.name:
+            raise ValueError("self-distill averages towers, which cannot stand on a trunk: omit one of both.")
         self.settings = settings
         self.projection = DistillHead(config.image.width, settings)
         self.teacher_tower = ImageTower(config.image).requires_grad_(False)

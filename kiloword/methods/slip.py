@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from kiloword.config.recipes import AugmentConfig, ModelConfig
 from kiloword.config.settings import ABOVE_0, BaseSettings, setting
+from kiloword.losses.pairs import summed, sums_of
 from kiloword.methods import clip
 from kiloword.methods.method import Component, Contrast, Method, Part
 from kiloword.model.heads import Head, Pooling, Scale, unit
@@ -89,16 +90,14 @@ def nt_xent(pairs: PairBlocks) -> Total:
         itself = block.images["place"][:, None] == block.texts["place"]
         return block.logits.masked_fill(itself, -torch.inf), block.annotated & ~itself
 
-    sums = pairs.row("vec").new_full((pairs.shape[0],), -torch.inf)
-    for rows, columns in pairs.blocks():
-        sums[rows] = torch.logaddexp(sums[rows], masked(pairs.block(rows, columns))[0].logsumexp(1))
+    sums = sums_of(pairs, lambda block: ([masked(block)[0]], []))[0][0]
 
     def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         logits, positive = masked(block)
         values = torch.where(positive, sums[rows, None] - block.logits, 0).sum(1)
         return values, (logits - sums[rows, None]).exp() - positive.to(logits)
 
-    return Total(pairs.total(loss), sums.new_full((), float(pairs.shape[0])))
+    return summed(pairs, loss, pairs.shape[0])
 
 
 COMPONENTS = {

@@ -17,8 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from kiloword.config.recipes import LoraConfig
 from kiloword.errors import count, suggestion
-from kiloword.model.blocks import STACKED, Init
-from kiloword.model.layers import depths, trunk_layers
+from kiloword.model.blocks import STACKED, Init, depths, trunk_layers
 from kiloword.model.model import Model, first_values
 
 MARK = ".lora."  # in the names of adapters: LAYER.lora.a beside LAYER.weight
@@ -127,7 +126,16 @@ def _layers(model: Model, target: str, pretrained: Collection[str]) -> Iterator[
         for path, part in model.named_modules():
             block = of.get(f"{path.partition('.')[2]}.weight", -1)
             inside = path.startswith(_base(model, kind)) and (not first or int(first) <= block <= int(last or first))
-            if inside and _fits(part):
+            if not inside:
+                continue
+            if (
+                isinstance(part, nn.Conv2d)
+                and part.kernel_size == (1, 1)
+                and part.padding == (0, 0)
+                and part.groups == 1
+            ):
+                there[path] = part
+            if isinstance(part, nn.Linear) and not isinstance(part, NonDynamicallyQuantizableLinear):
                 there[path] = part
     for name in names.split(","):
         found = {path: layer for path, layer in there.items() if f".{path}".endswith(f".{name}")}
@@ -138,9 +146,3 @@ def _layers(model: Model, target: str, pretrained: Collection[str]) -> Iterator[
                 f"{name!r} there, but {', '.join(ends) or 'none'}.{suggestion(name, ends)}"
             )
         yield from found.items()
-
-
-def _fits(part: nn.Module) -> bool:
-    if isinstance(part, nn.Conv2d):
-        return part.kernel_size == (1, 1) and part.padding == (0, 0) and part.groups == 1
-    return isinstance(part, nn.Linear) and not isinstance(part, NonDynamicallyQuantizableLinear)

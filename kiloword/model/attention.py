@@ -147,7 +147,8 @@ def _attention(
         return _dense(q, k, v, None, causal)
     unseen = None if packing_k is None else packing_k.unseen
     half_on_gpu = device_type(q.device) == "cuda" and q.dtype in HALF
-    if half_on_gpu and unseen is None and not (bad_heads(q.shape[-1]) or old_card(q.device.index)):
+    fits = q.shape[-1] % HEAD == 0 and q.shape[-1] <= WIDEST_HEAD
+    if half_on_gpu and unseen is None and fits and not old_card(q.device.index):
         return _varlen(q, k, v, packing_q, packing_k, causal)
     if packing_k is not None and within and packing_k.uneven:
         out = q.new_zeros(q.shape)
@@ -164,11 +165,6 @@ def _attention(
     if packing_q is None:
         return _dense(q, k, v, valid, causal)
     return packing_q.unpad(_dense(packing_q.pad(q), k, v, valid, causal))
-
-
-def bad_heads(width: int) -> bool:
-    """Whether variable-length kernels do not support a head size."""
-    return width % HEAD != 0 or width > WIDEST_HEAD
 
 
 def old_card(index: int | None) -> bool:

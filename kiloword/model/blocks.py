@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -38,6 +39,11 @@ def take(x: Tensor, places: Tensor) -> Tensor:
     return x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
 
 
+def as_bool(places: Tensor, n: int) -> Tensor:
+    """Places [N, m] int64 of n -> mask [N, n] bool."""
+    return places.new_zeros(len(places), n, dtype=torch.bool).scatter(1, places, True)
+
+
 class Mlp(nn.Module):
     """Two linear layers with an activation between them: [..., width] to [..., width]."""
 
@@ -52,7 +58,8 @@ class Mlp(nn.Module):
         return out
 
 
-def _dividing(heads: int, width: int) -> int:
+def dividing(heads: int, width: int) -> int:
+    """The number of heads. Raises: ValueError where it does not divide the width."""
     if width % heads:
         raise ValueError(f"width {width} cannot be split into {heads} heads; choose heads that divide it")
     return heads
@@ -63,7 +70,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = _dividing(heads, width)
+        self.heads = dividing(heads, width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
@@ -80,7 +87,18 @@ class Unit(nn.Module):
     """A part of a tower that is recomputed, compiled and sharded by itself."""
 
 
-class Block(Unit):
+class Residual(Unit):
+    """A block of a tower of `depth`, initialised like CLIP's text tower (arXiv:2103.00020, public code)."""
+
+    depth: int
+
+    def initial(self) -> dict[str, Init]:
+        width = self.get_parameter("attention.out.weight").shape[1]
+        add = Init(std=(2 * self.depth * width) ** -0.5)
+        return {"attention.out.weight": add, "mlp.fc.weight": Init(std=(2 * width) ** -0.5), "mlp.proj.weight": add}
+
+
+class Block(Residual):
     """Pre-norm transformer block, or post-norm as in BERT; x is dense [N, L, W] or, with a packing, [S, W]."""
 
     def __init__(self, config: ImageConfig | TextConfig, depth: int, post_norm: bool = False) -> None:
@@ -110,17 +128,13 @@ class Block(Unit):
         out: Tensor = x + self.mlp(self.norm2(x))
         return out
 
-    def initial(self) -> dict[str, Init]:
-        """As in CLIP's text tower, for both towers (arXiv:2103.00020, its public code)."""
-        return _residual(self.attention.out.in_features, self.depth)
-
 
 class CrossAttention(nn.Module):
     """Multi-head attention to a memory of any width; the rows of `kv` are k, v, each head by head."""
 
     def __init__(self, width: int, heads: int, memory: int) -> None:
         super().__init__()
-        self.heads = _dividing(heads, width)
+        self.heads = dividing(heads, width)
         self.q = nn.Linear(width, width)
         self.kv = nn.Linear(memory, 2 * width)
         self.out = nn.Linear(width, width)
@@ -140,7 +154,7 @@ class CrossAttention(nn.Module):
         return out
 
 
-class CrossBlock(Unit):
+class CrossBlock(Residual):
     """Pre-norm block of cross-attention and MLP; x is dense [N, L, W] or, with a packing, [S, W]."""
 
     def __init__(self, config: ImageConfig | TextConfig, depth: int, memory: int) -> None:
@@ -163,16 +177,6 @@ class CrossBlock(Unit):
         x = x + self.attention(self.norm1(x), keys, packing, packing_k)
         out: Tensor = x + self.mlp(self.norm2(x))
         return out
-
-    def initial(self) -> dict[str, Init]:
-        """As `Block`."""
-        return _residual(self.attention.out.in_features, self.depth)
-
-
-def _residual(width: int, depth: int) -> dict[str, Init]:
-    """Initial distributions of the residual branches of a tower of `depth` blocks."""
-    add = Init(std=(2 * depth * width) ** -0.5)
-    return {"attention.out.weight": add, "mlp.fc.weight": Init(std=(2 * width) ** -0.5), "mlp.proj.weight": add}
 
 
 class Tower(nn.Module):
@@ -207,3 +211,55 @@ class Tower(nn.Module):
                     beside = other(beside, *args)
             x = block(x, *args)
         return x, beside
+
+
+# layers of a tower by depth: what freezing, layer-wise learning rates and gradual unfreezing go by
+
+
+def layers_of(tower: nn.Module) -> list[list[str]]:
+    """Prefixes of parameter names by depth: first the trunk's, then the tower's.
+
+    The first layer of the tower itself also holds its stem and embeddings, the last one its final norm; blocks beside
+    the last ones are of their depth. A tower without blocks of its own is one layer.
+    """
+    trunk = getattr(tower, "trunk", None)
+    below = [] if trunk is None else [[f"trunk.{prefix}" for prefix in layer] for layer in trunk.blocks()]
+    units = [name for name, part in tower.named_modules() if isinstance(part, Unit) and not name.startswith("trunk.")]
+    beside = [name for name in units if name.startswith("uncertainty_blocks.")]
+    layers: list[list[str]] = [[name] for name in units if name not in beside] or [[]]
+    for n, name in enumerate(beside):
+        layers[n - len(beside)].append(name)
+    tops = {name.partition(".")[0] for name, _ in tower.named_parameters()}
+    layers[0] += sorted(tops - {name.partition(".")[0] for name in units} - {"trunk", "norm"})
+    if "norm" in tops:
+        layers[-1].append("norm")
+    return below + layers
+
+
+def depths(tower: nn.Module) -> dict[str, int]:
+    """Parameter name -> its layer in `layers_of`; 0 for one that no layer names."""
+    layers = {f"{prefix.rstrip('.')}.": depth for depth, layer in enumerate(layers_of(tower)) for prefix in layer}
+    names = [name for name, _ in tower.named_parameters()]
+    return {name: next((n for prefix, n in layers.items() if f"{name}.".startswith(prefix)), 0) for name in names}
+
+
+def trunk_layers(tower: nn.Module) -> int:
+    """Number of layers of the tower's trunk, the first ones of `layers_of`; 0 without a trunk."""
+    trunk = getattr(tower, "trunk", None)
+    return 0 if trunk is None else len(trunk.blocks())
+
+
+def layer_factors(module: nn.Module, decay: float) -> dict[str, float]:
+    """Learning-rate multipliers of layer-wise decay by name of the parameter, where they are not 1.
+
+    Layer l of the n of a tower (`layers_of`, from the bottom) has decay^(n - l); embeddings below its first block have
+    decay^(n + 1); what is above the towers has 1. Source: arXiv:2106.08254, and its public code.
+    """
+    factors: dict[str, float] = {}
+    for path, part in module.named_modules():
+        if path.endswith(("image_tower", "text_tower")):
+            top = len(layers_of(part))
+            for name, depth in depths(part).items():
+                below = not depth and ".0." not in name  # in no first block
+                factors[f"{path}.{name}"] = decay ** (top - depth + below)
+    return factors

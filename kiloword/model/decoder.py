@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kiloword.config.recipes import ImageConfig, ModelConfig, TextConfig
 from kiloword.model.attention import KeyValueCache, Packing
-from kiloword.model.blocks import Block, CrossBlock, Init, Keys
+from kiloword.model.blocks import Block, CrossBlock, Init, Keys, as_bool, take
 from kiloword.model.image import extra, grid
 from kiloword.types import Texts
 
@@ -157,11 +157,9 @@ class ImageDecoder(nn.Module):
         """[N, E + P - m, W] -> [N, E + P, W]: insert mask tokens for dropped patches, add positions to all."""
         assert self.mask_token is not None
         assert self.positions is not None
-        n, places = len(tokens), len(self.positions)
-        seen = torch.ones(n, places, dtype=torch.bool, device=tokens.device).scatter(1, masked, False)
+        seen = ~as_bool(masked, len(self.positions))
         rank = (seen.cumsum(1) - 1).clamp(min=0)  # index among the visible patches
-        patches = tokens[:, self.before :]
-        filled = patches.gather(1, rank[..., None].expand(-1, -1, tokens.shape[-1]))
+        filled = take(tokens[:, self.before :], rank)
         x = torch.where(seen[..., None], filled, self.mask_token.to(tokens.dtype)) + self.positions.to(tokens.dtype)
         return torch.cat([tokens[:, : self.before], x], 1)
 

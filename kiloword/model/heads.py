@@ -25,6 +25,12 @@ def unit(x: Tensor) -> Tensor:
     return F.normalize(at_least_float(x), dim=-1)
 
 
+def shares(like: Tensor, group: Tensor, n: int, weights: Tensor | None) -> Tensor:
+    """Weights [T] of the prompts of n classes, scaled to sum to 1 in each, of the type of `like`; None: equal ones."""
+    share = like.new_ones(len(group)) if weights is None else weights.to(like)
+    return share / share.new_zeros(n).index_add(0, group, share)[group]
+
+
 @dataclass(frozen=True)
 class Scale:
     """How scores become logits, exp(log_scale) * score + bias.

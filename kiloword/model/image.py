@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kiloword.config.recipes import ImageConfig
-from kiloword.model.blocks import Init, Tower, take
+from kiloword.model.blocks import Init, Tower, as_bool, take
 from kiloword.model.trunks.library import image_trunk
 
 
@@ -21,16 +21,6 @@ def extra(config: ImageConfig) -> int:
     return int(config.class_token) + config.extra_tokens + int(config.uncertainty_token)
 
 
-def stem_plan(config: ImageConfig) -> list[tuple[int, int, int, int]]:
-    """Convolutions of a "conv" stem, (channels in, channels out, kernel, stride); the last one makes patch tokens."""
-    plan, patch, channels = [], config.patch, 3
-    for out in (config.width // 8, config.width // 4):
-        if patch % 2 == 0 and patch > 2:
-            plan.append((channels, out, 3, 2))
-            patch, channels = patch // 2, out
-    return [*plan, (channels, config.width, patch, patch)]
-
-
 class ConvStem(nn.Module):
     """Strided 3x3 convolutions, then one that makes patch tokens: [I, 3, H, W] -> [I, P, W].
 
@@ -39,12 +29,12 @@ class ConvStem(nn.Module):
 
     def __init__(self, config: ImageConfig) -> None:
         super().__init__()
-        *fine, (channels, width, kernel, stride) = stem_plan(config)
-        layers: list[nn.Module] = []
-        for before, after, size, step in fine:
-            layers += [nn.Conv2d(before, after, size, step, 1, bias=False), nn.GroupNorm(1, after), nn.GELU()]
-        layers.append(nn.Conv2d(channels, width, kernel, stride, bias=False))
-        self.layers = nn.Sequential(*layers)
+        patch, channels, layers = config.patch, 3, list[nn.Module]()
+        for out in (config.width // 8, config.width // 4):
+            if patch % 2 == 0 and patch > 2:
+                layers += [nn.Conv2d(channels, out, 3, 2, 1, bias=False), nn.GroupNorm(1, out), nn.GELU()]
+                patch, channels = patch // 2, out
+        self.layers = nn.Sequential(*layers, nn.Conv2d(channels, config.width, patch, patch, bias=False))
 
     def forward(self, images: Tensor) -> Tensor:
         out: Tensor = self.layers(images)
@@ -141,7 +131,10 @@ class ImageTower(Tower):
             inputs, prefix = tokens[:, trunk.prefix :].to(dtype), tokens[:, :1].to(dtype) if joins else None
         x: Tensor = self.patches(inputs if keep is None else take(inputs, keep))
         if self.stem is not None:  # added to the linear stem: convolutions alone start slowly
-            unseen, used = _unseen(inputs, keep, masked), grid(self.config) * self.config.patch
+            unseen, used = masked, grid(self.config) * self.config.patch
+            if keep is not None:
+                dropped = ~as_bool(keep, inputs.shape[1])
+                unseen = dropped if masked is None else dropped | masked
             seen = images[..., :used, :used]
             if unseen is not None:  # so that convolutions do not leak hidden neighbours
                 seen = fold(inputs.masked_fill(unseen[..., None], 0.0), self.config.patch)
@@ -160,6 +153,15 @@ class ImageTower(Tower):
         return {name: Init(std=std) for name in names if getattr(self, name) is not None}
 
 
+VIT = "choose a vision transformer, such as --size b16, or omit what needs it"
+
+
+def check_no_tokens(config: ImageConfig, what: str) -> None:
+    """Raises: ValueError where a method gives `what` tokens beside the patches."""
+    if config.class_token or config.extra_tokens or config.uncertainty_token or config.mask_token:
+        raise ValueError(f"{what} has no class, extra (registers, mixture), variance or mask tokens: {VIT}.")
+
+
 def check_pixels(images: Tensor, size: int) -> None:
     """Raises: ValueError for other than normalised images of this size in pixels."""
     if not images.is_floating_point() or images.shape[1:] != (3, size, size):
@@ -171,20 +173,11 @@ def check_pixels(images: Tensor, size: int) -> None:
 
 def unfold(images: Tensor, patch: int) -> Tensor:
     """[I, 3, H, W] -> [I, P, 3 * patch^2], in the order of a strided convolution; the rest of an image is not used."""
-    n, c, h, w = images.shape[0], images.shape[1], images.shape[2] // patch, images.shape[3] // patch
-    x = images[..., : h * patch, : w * patch].reshape(n, c, h, patch, w, patch).permute(0, 2, 4, 1, 3, 5)
-    return x.reshape(n, h * w, c * patch * patch)
+    h, w = (size // patch * patch for size in images.shape[2:])
+    return F.pixel_unshuffle(images[..., :h, :w], patch).flatten(2).transpose(1, 2).contiguous()
 
 
 def fold(pixels: Tensor, patch: int) -> Tensor:
     """The inverse of `unfold` for square images."""
     side = int(pixels.shape[1] ** 0.5)
     return F.pixel_shuffle(pixels.transpose(1, 2).reshape(len(pixels), -1, side, side), patch)
-
-
-def _unseen(pixels: Tensor, keep: Tensor | None, masked: Tensor | None) -> Tensor | None:
-    """[I, P] bool, the patches of pixels [I, P, .] that are dropped or masked; None: none."""
-    if keep is None:
-        return masked
-    dropped = torch.ones(pixels.shape[:2], dtype=torch.bool, device=pixels.device).scatter(1, keep, False)
-    return dropped if masked is None else dropped | masked

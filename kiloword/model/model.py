@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from kiloword.config.recipes import EncoderPrecision, ImageConfig, ModelConfig, TextConfig
 from kiloword.distributed.device import precision_of
 from kiloword.model.blocks import Init
+from kiloword.model.encoding import chunks, rows
 from kiloword.model.heads import Head
 from kiloword.model.image import ImageTower, grid
 from kiloword.model.pooling import at_least_float
 from kiloword.model.resnet import ResNet, check_vit
 from kiloword.model.text import TextTower
 from kiloword.model.trunks.library import resized_trunk
+from kiloword.model.whole import WholeImage, WholeText
 from kiloword.randomness import key
 from kiloword.types import Features, Texts
 
@@ -42,8 +44,9 @@ class Model(nn.Module):
         self.config = config
         self.precision: EncoderPrecision = "fp32"
         with storage(bare):
-            self.image_tower = ImageTower(config.image) if config.image.tower == "vit" else ResNet(config.image)
-            self.text_tower = TextTower(config.text)
+            image = WholeImage if config.image.trunk.whole else ImageTower if config.image.tower == "vit" else ResNet
+            self.image_tower = image(config.image)
+            self.text_tower = WholeText(config.text) if config.text.trunk.whole else TextTower(config.text)
         self.head = head
         self.more = nn.ModuleDict(more or {})
         self.register_buffer("mean", torch.tensor(config.preprocess.mean).view(3, 1, 1), persistent=False)
@@ -58,7 +61,7 @@ class Model(nn.Module):
             )
         if images.dtype != torch.uint8:
             raise ValueError(f"images must be uint8 in [0, 255], not {images.dtype}; the model normalises them itself")
-        mean, std = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (self.mean, self.std))
+        mean, std = map(at_least_float, (self.mean, self.std))
         return ((images.to(mean.dtype) / 255 - mean) / std).to(self.mean.dtype)
 
     def encode_image(
@@ -121,15 +124,10 @@ class Model(nn.Module):
 
     def score(self, images: Features, texts: Features) -> Tensor:
         """Scores [I, T], higher is better, computed in blocks of the size that the head chooses."""
-        rows, (down, across) = [], self.head.block(images, texts)
-        for i in range(0, len(images["vec"]), down):
-            image_rows = {k: v[i : i + down] for k, v in images.items()}
-            blocks = [
-                self.head.score(image_rows, {k: v[j : j + across] for k, v in texts.items()})
-                for j in range(0, len(texts["vec"]), across)
-            ]
-            rows.append(torch.cat(blocks, 1))
-        return torch.cat(rows)
+        down, across = self.head.block(images, texts)
+        columns = [rows(texts, part) for part in chunks(len(texts["vec"]), across)]
+        parts = [rows(images, part) for part in chunks(len(images["vec"]), down)]
+        return torch.cat([torch.cat([self.head.score(part, of) for of in columns], 1) for part in parts])
 
 
 def vit(model: Model, what: str) -> ImageTower:
@@ -233,7 +231,7 @@ def resize(config: ModelConfig, state: Mapping[str, Tensor], size: int) -> tuple
 
 
 def resize_text(
-    config: ModelConfig, state: Mapping[str, Tensor], context: int, keep: tuple[int, int] = (20, 2)
+    config: ModelConfig, state: Mapping[str, Tensor], context: int
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Configuration and state for another context length.
 
@@ -241,48 +239,38 @@ def resize_text(
     a longer one keeps those that short captions have, and stretches the rest (`_stretched`). With `pad_to_context` or
     a class token in the last place, the last positions are particular too: they are kept, and those between are
     interpolated in both directions (arXiv:2503.08048, section 3).
-    Args: keep: number of unchanged positions at the beginning, and at the end where those are particular.
-    Raises: ValueError for a context without a position between those.
+    Raises: ValueError for a context without a position between those that are kept.
     """
     name, text = "text_tower.positions", config.text
-    first, last = keep if text.pad_to_context or text.class_place == "last" else (keep[0], 0)
-    places = state[name]
+    first, last = 20, 2 if text.pad_to_context or text.class_place == "last" else 0
+    places, least = state[name], first + max(last + 1, 2)
     if last or context > text.context:
-        _check_context(min(context, text.context), text.context, (first, last))
-        change = _between if last else _stretched
-        places = change(places.float(), context, first, last).to(places.dtype)
+        if min(context, text.context) < least:
+            kept = f"the first {first}{f' and last {last}' if last else ''} positions are kept"
+            raise ValueError(
+                f"the context {min(context, text.context)} is too short (the text tower has {text.context}): "
+                f"{kept}, so both contexts need at least {least}."
+            )
+        middle = places[first:].float()
+        if last:
+            between = F.interpolate(middle[:-last].T[None], context - first - last, mode="linear")[0].T
+            middle = torch.cat([between, middle[-last:]])
+        else:
+            middle = _stretched(middle, context - first)
+        places = torch.cat([places[:first], middle.to(places.dtype)])
     resized = {**state, name: places[:context]}
     return replace(config, text=replace(text, context=context)), resized
 
 
-def _check_context(least: int, old: int, keep: tuple[int, int]) -> None:
-    first, last = keep
-    if least >= first + max(last + 1, 2):
-        return
-    kept = f"the first {first} and last {last} positions are kept" if last else f"the first {first} positions are kept"
-    raise ValueError(
-        f"the context {least} is too short (that of the text tower is {old}): {kept}, so both contexts need at least "
-        f"{first + max(last + 1, 2)}."
-    )
-
-
-def _between(places: Tensor, context: int, first: int, last: int) -> Tensor:
-    """[L, W] -> [context, W]: the positions between the first and the last ones, interpolated."""
-    middle = places[first : len(places) - last].T[None]
-    middle = F.interpolate(middle, context - first - last, mode="linear")[0].T
-    return torch.cat([places[:first], middle, places[len(places) - last :]])
-
-
-def _stretched(places: Tensor, context: int, first: int, last: int = 0) -> Tensor:
-    """[L, W] -> [context, W]: all but the first positions, interpolated; the last ones continue their line.
+def _stretched(places: Tensor, n: int) -> Tensor:
+    """[L, W] -> [n, W]: positions interpolated; the last ones continue their line.
 
     From 77 to 248 these are the positions of Long-CLIP (arXiv:2403.15378): four for each from the 21st on.
     """
-    old = len(places)
-    at = first + torch.arange(context - first, dtype=torch.float64) * (old - first) / (context - first)
-    lower = at.long().clamp(max=old - 2)
+    at = torch.arange(n, dtype=torch.float64) * len(places) / n
+    lower = at.long().clamp(max=len(places) - 2)
     share = (at - lower).to(places)[:, None]
-    return torch.cat([places[:first], (1 - share) * places[lower] + share * places[lower + 1]])
+    return (1 - share) * places[lower] + share * places[lower + 1]
 
 
 def model_in_words(model: Model, method: str = "unknown method") -> str:
@@ -303,5 +291,7 @@ def tower_shape(tower: ImageConfig | TextConfig) -> str:
     """Width, depth and attention heads: "384 x 12 / 6"; width and blocks: "ResNet 2048 x 16"."""
     if getattr(tower, "tower", "vit") != "vit":
         return f"ResNet {tower.width} x {tower.depth}"
+    if tower.trunk.whole:
+        return str(tower.trunk.config.get("model_type", tower.trunk.name))
     below = f"{tower.trunk.name} + " if tower.trunk.name else ""
     return f"{below}{tower.width} x {tower.depth} / {tower.heads}"

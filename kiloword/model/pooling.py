@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from kiloword.config.recipes import HeadConfig, ImageConfig, TextConfig
-from kiloword.model.attention import Packing, attention
-from kiloword.model.blocks import CrossAttention, Init, Mlp
+from kiloword.model.attention import HALF, Packing, attention
+from kiloword.model.blocks import CrossAttention, Init, Mlp, dividing
 from kiloword.model.image import extra, grid
 from kiloword.types import Texts
 
 
 def at_least_float(x: Tensor) -> Tensor:
     """Convert half precision to single; single and double stay."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.float() if x.dtype in HALF else x
 
 
 class ImagePool(nn.Module):
@@ -55,35 +55,23 @@ class ImagePool(nn.Module):
         return patches.mean(1) if self.kind == "mean" else patches.amax(1)
 
 
-class MapPool(nn.Module):
+class MapPool(CrossAttention):
     """Multi-head attention pooling: a learned probe attends to the patches, then an MLP (arXiv:2303.15343)."""
 
     def __init__(self, config: ImageConfig) -> None:
-        super().__init__()
         width = config.width
+        super().__init__(width, config.heads, width)
         self.config = config
         self.probe = nn.Parameter(torch.empty(width))
-        self.q = nn.Linear(width, width)
-        self.kv = nn.Linear(width, 2 * width)
-        self.out = nn.Linear(width, width)
         self.norm = nn.LayerNorm(width, config.norm_eps)
         self.mlp = Mlp(width, config.mlp, config.activation)
 
-    def forward(self, patches: Tensor) -> Tensor:
+    def forward(self, patches: Tensor) -> Tensor:  # type: ignore[override]
         """[I, P, W] -> [I, W]."""
-        heads = self.config.heads
-        q = self.q(self.probe).view(1, 1, heads, -1).expand(patches.shape[0], -1, -1, -1)
-        k, v = self.kv(patches).unflatten(-1, (2, heads, -1)).unbind(-3)
-        x = self.out(attention(q, k, v).flatten(-2))[:, 0]
+        q = self.q(self.probe).view(1, 1, self.heads, -1).expand(patches.shape[0], -1, -1, -1)
+        x = self.out(attention(q, *self.keys(patches)).flatten(-2))[:, 0]
         out: Tensor = x + self.mlp(self.norm(x))
         return out
-
-    def look(self, patches: Tensor) -> Tensor:
-        """Attention weights of the probe, mean over heads: [I, P, W] -> [I, P], sums to 1."""
-        q = self.q(self.probe).view(self.config.heads, -1)
-        k = self.kv(patches).unflatten(-1, (2, *q.shape))[..., 0, :, :]
-        logits: Tensor = torch.einsum("hd,iphd->ihp", at_least_float(q), at_least_float(k)) * q.shape[-1] ** -0.5
-        return logits.softmax(-1).mean(1)
 
     def initial(self) -> dict[str, Init]:
         return {"probe": Init(std=self.config.init_std or self.config.width**-0.5)}
@@ -95,9 +83,7 @@ class AttentionPool(nn.Module):
     def __init__(self, config: ImageConfig) -> None:
         super().__init__()
         width = config.width
-        if width % config.heads:
-            raise ValueError(f"width {width} cannot be split into {config.heads} heads; choose heads that divide it")
-        self.heads, self.std = config.heads, config.init_std or width**-0.5
+        self.heads, self.std = dividing(config.heads, width), config.init_std or width**-0.5
         self.positions = nn.Parameter(torch.empty(1 + grid(config) ** 2, width))  # the mean's first
         self.q = nn.Linear(width, width)
         self.kv = nn.Linear(width, 2 * width)
@@ -144,7 +130,7 @@ class TextPool(nn.Module):
         super().__init__()
         self.kind = kind
         self.extra = len(config.extra_tokens)
-        self.from_end = place_from_end(config, "cls") if "cls" in config.extra_tokens else self.extra + 1
+        self.from_end = place_from_end(config, "cls")
 
     def forward(self, tokens: Tensor, texts: Texts) -> Tensor:
         if self.kind == "last":
@@ -165,5 +151,5 @@ def reduced(tokens: Tensor, kind: Literal["sum", "max"], texts: Texts) -> Tensor
 
 
 def place_from_end(config: TextConfig, name: str) -> int:
-    """Position of an extra token, counted from the end of each text; 1: the last token."""
-    return len(config.extra_tokens) - config.extra_tokens.index(name)
+    """Position of an extra token, else of the end token, counted from the end of each text; 1: the last token."""
+    return len(config.extra_tokens) - (config.extra_tokens.index(name) if name in config.extra_tokens else -1)

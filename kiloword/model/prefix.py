@@ -9,55 +9,46 @@ from torch import nn
 
 from kiloword.model.heads import Head, Single
 from kiloword.model.model import Model
+from kiloword.terminal import warn
 
 PREFIX = "prefix_"  # start of the names of the heads that `methods.matryoshka` adds
 
 
-def cosine_alone(head: Head) -> bool:
-    """Whether the score of a pair is the cosine of one vector each, whose first numbers are a vector again."""
-    return type(head.pooling) is Single and head.uncertainty is None
-
-
-def check_dim(dim: int, size: int, what: str = "the model") -> None:
+def check_dim(dim: int, size: int) -> None:
     """Raises: ValueError for a number of dimensions that embeddings of `size` do not have."""
     if not 1 <= dim <= size:
-        raise ValueError(f"the dimension {dim} was asked for: expected 1 to {size}, the embedding size of {what}.")
+        raise ValueError(f"the dimension {dim} was asked for: expected 1 to {size}, the embedding size of the model.")
 
 
-def note_of(head: Head, dim: int) -> str:
-    """What to know of embeddings of their first `dim` numbers; "" where the head was trained on them."""
+def check_prefix(model: Model, dim: int) -> str:
+    """What to know of the first `dim` numbers of a model's embedding; "" for all of them, or where it trained on them.
+
+    Raises: ValueError for a model that scores pairs by more than the cosine of one vector each, and a wrong `dim`.
+    """
+    head, size = model.head, model.config.head.dim
+    if type(head.pooling) is not Single or head.uncertainty is not None:
+        raise ValueError(
+            "this model scores pairs by more than the cosine of one vector each, whose first numbers a dimension "
+            "would keep: omit it."
+        )
+    check_dim(dim, size)
     trained = sorted((int(name.removeprefix(PREFIX)) for name in _prefixes(head)), reverse=True)
-    if dim in trained:
+    if dim in (size, *trained):
         return ""
     if not trained:
         return f"the model was not trained with +matryoshka: its first {dim} numbers may serve badly."
     return f"the model was trained on its first {', '.join(map(str, trained))} numbers, and not on its first {dim}."
 
 
-def check_prefix(model: Model, dim: int) -> str:
-    """`note_of` the first `dim` numbers of a model's embedding; "" for all of them.
-
-    Raises: ValueError for a model that scores pairs by more than the cosine of one vector each, and a wrong `dim`.
-    """
-    if not cosine_alone(model.head):
-        raise ValueError(
-            "this model scores pairs by more than the cosine of one vector each, whose first numbers a dimension "
-            "would keep: omit it."
-        )
-    check_dim(dim, model.config.head.dim)
-    return "" if dim == model.config.head.dim else note_of(model.head, dim)
-
-
 @torch.no_grad()
-def keep_prefix_(model: Model, dim: int) -> str:
+def keep_prefix_(model: Model, dim: int) -> None:
     """Keep the first `dim` numbers of a model's embedding, normalised again: a model with smaller projections.
 
-    Scale and bias become those that were trained with this prefix, if any. Returns: `note_of`.
-    Errors: those of `check_prefix`.
+    Scale and bias become those that were trained with this prefix, if any. Warns of what `check_prefix` says.
     """
     head, config, note = model.head, model.config, check_prefix(model, dim)
     if dim == config.head.dim:
-        return ""
+        return
     trained = getattr(head, f"{PREFIX}{dim}", None)
     if trained is not None:
         for whole, part in zip(head.scales(), trained.scales(), strict=True):
@@ -71,7 +62,8 @@ def keep_prefix_(model: Model, dim: int) -> str:
     bias = pooling.image_projection.bias is not None
     head_config = replace(config.head, dim=dim, image_projection=True, image_projection_bias=bias)
     model.config = replace(config, head=head_config)
-    return note
+    if note:
+        warn(f"note: {note}")
 
 
 def _prefixes(head: Head) -> list[str]:

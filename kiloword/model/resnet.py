@@ -10,7 +10,7 @@ from kiloword.config.recipes import ImageConfig
 from kiloword.distributed.collectives import ranks
 from kiloword.distributed.gather import gather_one_row
 from kiloword.model.blocks import Init, Unit
-from kiloword.model.image import check_pixels
+from kiloword.model.image import VIT, check_no_tokens, check_pixels
 
 STRIDE = 32  # pixels of an output position, which is a patch to all other code
 STAGES = {  # depth -> blocks of the four stages
@@ -161,13 +161,9 @@ class ResNet(nn.Module):
         return out
 
 
-VIT = "choose a vision transformer, such as --size b16, or omit what needs it"
-
-
 def check(config: ImageConfig) -> None:
     """Raises: ValueError for a shape that no ResNet has, or a method that needs tokens of a transformer."""
-    if config.class_token or config.extra_tokens or config.uncertainty_token or config.mask_token:
-        raise ValueError(f"a ResNet has no class, extra (registers, mixture), variance or mask tokens: {VIT}.")
+    check_no_tokens(config, "a ResNet")
     if config.depth not in STAGES or config.patch != STRIDE or config.width % (2 * STRIDE) or config.size % STRIDE:
         raise ValueError(
             f"depth {config.depth}, patch {config.patch}, width {config.width} and size {config.size} are not those of "
@@ -176,6 +172,7 @@ def check(config: ImageConfig) -> None:
 
 
 def check_vit(config: ImageConfig, what: str) -> None:
-    """Raises: ValueError where the image tower is a ResNet. Args: what: needs a transformer."""
-    if config.tower != "vit":
-        raise ValueError(f"{what} needs a vision transformer, but this image tower is a ResNet.")
+    """Raises: ValueError where the image tower is no transformer of kiloword. Args: what: needs one."""
+    if config.tower != "vit" or config.trunk.whole:
+        other = f"{config.trunk.name}, used whole" if config.trunk.whole else "a ResNet"
+        raise ValueError(f"{what} needs a vision transformer, but this image tower is {other}.")

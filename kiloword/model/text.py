@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kiloword.config.recipes import TextConfig
 from kiloword.distributed.device import device_type
-from kiloword.model.attention import KeyValueCache, Packing
+from kiloword.model.attention import HALF, KeyValueCache, Packing
 from kiloword.model.blocks import Init, Tower
 from kiloword.model.pooling import place_from_end
 from kiloword.model.trunks.padded import text_trunk
@@ -22,10 +22,9 @@ ROWS = 256  # number of packed rows is a multiple of this where kernels are comp
 
 def _compiles_per_shape(device: torch.device, dtype: torch.dtype) -> bool:
     """Half precision on CPU: every new number of rows compiles and caches kernels, about 20 MB for three layers."""
-    half = (torch.bfloat16, torch.float16)
     if device_type(device) != "cpu":
         return False
-    return dtype in half or (torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") in half)
+    return dtype in HALF or (torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") in HALF)
 
 
 def is_special(ids: Tensor, config: TextConfig) -> Tensor:
@@ -34,6 +33,13 @@ def is_special(ids: Tensor, config: TextConfig) -> Tensor:
     for token in config.special.values():
         special |= ids == token
     return special
+
+
+def prefixes(texts: Texts, cut: int) -> tuple[Tensor, Texts]:
+    """Texts without their last `cut` tokens: the positions [S'] of the remaining tokens, and the shortened texts."""
+    tokens = len(texts.ids) - cut * len(texts)
+    place, before = texts.spans(texts.starts[:-1], texts.starts.diff() - cut, tokens)
+    return place, replace(before, longest=max(texts.longest - cut, 0))
 
 
 class TextTower(Tower):
@@ -82,9 +88,7 @@ class TextTower(Tower):
         if beside is None:
             return out
         # the second path's class tokens, or without any its end tokens, are the outputs of "unc"; not normed
-        extra = self.config.extra_tokens
-        from_end = place_from_end(self.config, "cls") if "cls" in extra else len(extra) + 1
-        tokens = beside.index_select(0, texts.starts[1:] - from_end)
+        tokens = beside.index_select(0, texts.starts[1:] - place_from_end(self.config, "cls"))
         return out.index_copy(0, texts.starts[1:] - place_from_end(self.config, "unc"), tokens.to(out.dtype))
 
     def packing(self, texts: Texts) -> Packing:
@@ -104,11 +108,8 @@ class TextTower(Tower):
         """Texts with the tokens of the trunk, rows of extra tokens zero; unchanged without a trunk, or with tokens."""
         if self.trunk is None or texts.tokens is not None:
             return texts
-        extra = len(self.config.extra_tokens)
-        count = len(texts.ids) - extra * len(texts)
-        place, words = texts.spans(texts.starts[:-1], texts.starts.diff() - extra, count)
-        words = replace(words, longest=max(texts.longest - extra, 0))
-        of_words = self.trunk(words, self.packing(words))[:count]
+        place, words = prefixes(texts, len(self.config.extra_tokens))
+        of_words = self.trunk(words, self.packing(words))[: len(place)]
         tokens = of_words.new_zeros(len(texts.ids), of_words.shape[1]).index_copy(0, place, of_words)
         return replace(texts, tokens=tokens)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kiloword.model.adapters import MARK, merge
-from kiloword.models.tensors import open_tensors, write_tensors
+from kiloword.models.tensors import checksum, open_tensors, write_tensors
 
 FILE = "adapter.safetensors"
 BASE = "base_sha256"  # key of its metadata: digest of model.safetensors of the adapted model
@@ -36,13 +35,7 @@ def write_adapter(folder: Path, base: Path, weights: Mapping[str, Tensor]) -> No
     """
     before = open_tensors(base / "model.safetensors")
     kept = {k: v for k, v in weights.items() if k not in before or not torch.equal(v, before[k].to(v.dtype))}
-    write_tensors(folder / FILE, kept, {BASE: digest(base)})
-
-
-def digest(folder: Path) -> str:
-    """SHA-256 of the weights of a model folder."""
-    with (folder / "model.safetensors").open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    write_tensors(folder / FILE, kept, {BASE: checksum(base / "model.safetensors")})
 
 
 def joined(base: Path, folder: Path) -> dict[str, Tensor]:
@@ -53,7 +46,7 @@ def joined(base: Path, folder: Path) -> dict[str, Tensor]:
     adapters = open_tensors(folder / FILE)
     with safe_open(folder / FILE, framework="pt") as file:
         expected = str((file.metadata() or {}).get(BASE, ""))
-    if (actual := digest(base)) != expected:
+    if (actual := checksum(base / "model.safetensors")) != expected:
         raise ValueError(
             f"{folder} holds adapters of another model than {base}: expected weights whose SHA-256 begins with "
             f"{expected[:16]!r}, got {actual[:16]!r}. Name the model folder that --init of their run named."

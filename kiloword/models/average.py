@@ -72,8 +72,7 @@ def average(models: Sequence[str], out: Path, alpha: float | None = None) -> Non
         write_json(work / "config.json", asdict(made))
         tokenizer.save(work)
         write_tensors(work / WEIGHTS, {name: mean(name) for name in stored[-1]})
-    parts = ", ".join(f"{share:.4g} of {model}" for share, model in zip(shares, models, strict=True))
-    say(f"{sum(value.numel() for value in stored[-1].values()):,} parameters: {parts}", f"written: {out}")
+    say(f"{sum(value.numel() for value in stored[-1].values()):,} parameters, {made.data}", f"written: {out}")
 
 
 def _compared(file: ModelFile) -> Any:

@@ -15,7 +15,7 @@ def build(config: ModelConfig, method: Method, seed: int = 0, bare: bool = False
 
     Args: bare: build towers and decoders without storage (torch's meta device), which `engine.materialise` allocates.
     """
-    model = _empty(config, method, bare)
+    model = empty(config, method, bare)
     initialise(model, seed)
     return model
 
@@ -23,10 +23,11 @@ def build(config: ModelConfig, method: Method, seed: int = 0, bare: bool = False
 def shapes(config: ModelConfig, method: Method) -> dict[str, tuple[int, ...]]:
     """Shapes of the model's tensors by name, without allocating them."""
     with torch.device("meta"):
-        return shapes_of(_empty(config, method).state_dict())
+        return shapes_of(empty(config, method).state_dict())
 
 
-def _empty(config: ModelConfig, method: Method, bare: bool = False) -> Model:
+def empty(config: ModelConfig, method: Method, bare: bool = False) -> Model:
+    """The model of a method with uninitialised parameters. Args: bare: as of `build`."""
     config = method.shape(config)
     with storage(bare):
         more = {name: make(config) for name, make in method.decoders.items()}

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from kiloword.__version__ import __version__
 from kiloword.addresses import scrubbed
@@ -16,6 +13,7 @@ from kiloword.config.recipes import ModelFile
 from kiloword.config.settings import differing
 from kiloword.files import write_atomic, write_json
 from kiloword.models.model_folder import read_model_file
+from kiloword.runs.rows import HISTORY, ROWS, objects, read_object
 from kiloword.terminal import shown
 
 CARD = "README.md"
@@ -108,10 +106,10 @@ def write_card(folder: Path) -> None:
     write_atomic(folder / CARD, model_card(folder).encode())
 
 
-def record_evaluation(folder: Path, task: str, data: str, images: int, step: int, metrics: Mapping[str, float]) -> None:
-    """Write TASK.json beside a run's model folder, and its figures into the card. Args: images: number evaluated."""
+def record_retrieval(folder: Path, data: str, images: int, step: int, metrics: Mapping[str, float]) -> None:
+    """Write retrieval.json beside a run's model folder, and its figures into the card. Args: images: their number."""
     record = {"data": scrubbed(data), "images": images, "step": step, "metrics": dict(metrics)}
-    write_json(folder.parent / f"{task}.json", record)
+    write_json(folder.parent / "retrieval.json", record)
     write_card(folder)
 
 
@@ -140,12 +138,10 @@ def _load(method: str) -> list[str]:
 def _figures(folder: Path) -> list[Figure]:
     """The last validation of the run whose model lies in `folder`, and the evaluations beside it; else none."""
     run, figures = folder.parent, list[Figure]()
-    if folder.name != "model" or not any(
-        "kiloword-run-" in str(c.get("format")) for c in _objects(run / "config.json")
-    ):
+    if folder.name != "model" or "kiloword-run-" not in str(read_object(run / "config.json").get("format")):
         return []
-    if rows := [row for row in _objects(run / "metrics.jsonl") if any(name.startswith("val/") for name in row)]:
-        kept = [row["val"] for row in _objects(run / "history.jsonl") if row.get("val")]
+    if rows := [row for row in objects(run / ROWS) if any(name.startswith("val/") for name in row)]:
+        kept = [row["val"] for row in objects(run / HISTORY) if row.get("val")]
         sets = dict(kept[-1]) if kept else {}  # name: [data, number of images]
         prefixes = (
             {name: f"val/{name}/" for name in sorted(sets, key=len)} if len(sets) > 1 else dict.fromkeys(sets, "val/")
@@ -158,21 +154,11 @@ def _figures(folder: Path) -> list[Figure]:
                         what, metric = "{}, {:,} images,".format(*sets[one]), name.removeprefix(prefix)
                 figures.append((f"{what} at step {rows[-1]['step']:,}", metric, value))
     for path in sorted(run.glob("*.json")):
-        for record in _objects(path):
-            label, metrics = path.stem, record
-            if record.keys() == {"data", "images", "step", "metrics"}:  # of `record_evaluation`
-                label = f"{label}: {record['data']}, {record['images']:,} images, at step {record['step']:,}"
-                metrics = record["metrics"]
-            elif not isinstance(record.get("skipped"), float):  # of `kiloword eval --json`
-                continue
-            figures += [(label, name, value) for name, value in metrics.items() if isinstance(value, int | float)]
+        label, metrics = path.stem, read_object(path)
+        if metrics.keys() == {"data", "images", "step", "metrics"}:  # of `record_retrieval`
+            label += ": {data}, {images:,} images, at step {step:,}".format(**metrics)
+            metrics = metrics["metrics"]
+        elif not isinstance(metrics.get("skipped"), float):  # of `kiloword eval --json`
+            continue
+        figures += [(label, name, value) for name, value in metrics.items() if isinstance(value, int | float)]
     return figures
-
-
-def _objects(path: Path) -> list[dict[str, Any]]:
-    """The objects in a JSON or JSON lines file; a killed run may have cut the last one."""
-    text, found = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "", []
-    for part in [text] if path.suffix == ".json" else text.splitlines():
-        with suppress(ValueError, RecursionError):
-            found.append(json.loads(part))
-    return [value for value in found if isinstance(value, dict)]

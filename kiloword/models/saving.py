@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -56,7 +55,7 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Finish the save in progress; after an error with several ranks do not, as other ranks may be gone."""
         with self._pool:
             if kind is None:
@@ -85,7 +84,12 @@ class Saver:
         """
         if self._job is None:
             return
-        outcome = _outcome(self._job)
+        try:
+            outcome: Files | str = self._job.result()
+        except SaveError as e:
+            outcome = str(e)
+        except Exception as e:
+            outcome = f"cannot save ({type(e).__name__}: {e}). What was there before is kept."
         collectives.wait(patient=True)  # a disk may be slow
         outcomes = collectives.all_lists([outcome])
         self._job, then, self._then = None, self._then, None
@@ -131,12 +135,3 @@ def _write(folder: Path, part: Part, rank: int, ranks: int) -> Files:
         first = min(bad, key=lambda name: not name.startswith("learner/"))
         raise SaveError(f"{first} is NaN or infinite ({len(bad)} tensors of {folder.name}). {STOPS}")
     return write_part(folder, part, rank, ranks)
-
-
-def _outcome(job: Future[Files]) -> Files | str:
-    """The files that a job wrote, or its error message."""
-    try:
-        return job.result()
-    except Exception as e:
-        kept = "What was there before is kept."
-        return str(e) if isinstance(e, SaveError) else f"cannot save ({type(e).__name__}: {e}). {kept}"

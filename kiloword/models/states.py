@@ -8,7 +8,6 @@ keeps two more copies of the part in memory and computes no checksum.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections import defaultdict
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from kiloword.distributed import collectives
 from kiloword.files import write_json
-from kiloword.models.tensors import Spec, spec_of, write_tensors
+from kiloword.models.tensors import Spec, checksum, spec_of, write_tensors
 from kiloword.terminal import warn as say_warning
 
 PLACES = "DCP_SHARDING_INFO"  # key of the metadata of a part: where its rows begin in their tensors
@@ -182,9 +181,8 @@ def _read(path: Path) -> SavedState:
         numbers = json.loads(path.read_text(encoding="utf-8"))
         files = [path.with_suffix("") / name for name in sorted(numbers["files"])]
         for file in files[collectives.rank() :: collectives.ranks()]:
-            with file.open("rb") as data:
-                if hashlib.file_digest(data, "sha256").hexdigest() != numbers["files"][file.name]:
-                    raise ValueError(f"the checksum of {file.name} differs")
+            if checksum(file) != numbers["files"][file.name]:
+                raise ValueError(f"the checksum of {file.name} differs")
         return SavedState(files, numbers)
     except Exception as e:
         raise ValueError(f"state {path.stem} is damaged ({type(e).__name__}: {str(e)[:200]})") from e

@@ -55,17 +55,23 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str,
         header[name] = {"dtype": CODES[tensors[name].dtype], "shape": tensors[name].shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    checksum = hashlib.sha256()
+    written = hashlib.sha256()
     with atomic(path) as file:
 
         def put(data: Any) -> None:
             file.write(data)
-            checksum.update(data)
+            written.update(data)
 
         put(len(text).to_bytes(8, "little") + text)
         for name in names:
             put(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return checksum.hexdigest()
+    return written.hexdigest()
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def open_tensors(path: Path) -> dict[str, Tensor]:

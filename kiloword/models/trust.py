@@ -63,13 +63,10 @@ def method_of(file: ModelFile, folder: Path | str, trust: Trust = NONE) -> Metho
 
 
 def _shared(file: ModelFile, method: str) -> dict[str, Any]:
-    """The settings of a model that another method has, too. A loss of somebody's own may have more, which are named."""
+    """The settings of a model that another method has, too; a warning names the others."""
     from kiloword.methods.registry import find
 
-    kind = find(method)[1]
-    if ":" not in file.method:
-        return file.settings
-    known = {field.name for field in fields(kind)}
+    known = {field.name for field in fields(find(method)[1])}
     if left := file.settings.keys() - known:
         warn(f"{method} has no setting {', '.join(sorted(left))[:200]}: what the model says of it is not used.")
     return {name: value for name, value in file.settings.items() if name in known}

@@ -3,7 +3,6 @@
 from kiloword.report.blocks import (
     Beside,
     Block,
-    Figures,
     Gallery,
     Matrix,
     Page,
@@ -16,12 +15,11 @@ from kiloword.report.blocks import (
     plain,
 )
 from kiloword.report.pictures import image_data, thumbnail
-from kiloword.report.render import html, made_by, percent, say_blocks, utc, write_page
+from kiloword.report.render import html, made_by, say_blocks, utc, write_page
 
 __all__ = [
     "Beside",
     "Block",
-    "Figures",
     "Gallery",
     "Matrix",
     "Page",
@@ -34,7 +32,6 @@ __all__ = [
     "html",
     "image_data",
     "made_by",
-    "percent",
     "plain",
     "say_blocks",
     "thumbnail",

@@ -57,7 +57,6 @@ class Plot:
 
     draw: Callable[[Axes], object]
     about: str  # what one sees, in a sentence, for readers who do not see it
-    title: str = ""
     height: float = 3.2  # inches, of a width of 6.4
 
 
@@ -80,7 +79,7 @@ def distributions(series: Mapping[str, npt.ArrayLike], label: str, tail: float =
 class Matrix:
     """A confusion matrix, a row a true class: every number is written, its colour is its share of the row."""
 
-    values: npt.ArrayLike  # [rows, columns], at least 0; whole numbers are counts, others get two digits
+    values: npt.NDArray[np.int64]  # [rows, columns], counts
     rows: Sequence[str]
     columns: Sequence[str]
     caption: str = ""
@@ -105,20 +104,13 @@ class Gallery:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """A few key figures in large type."""
-
-    figures: Mapping[str, str]  # what it is -> value
-
-
-@dataclass(frozen=True)
 class Beside:
     """Blocks side by side where there is room."""
 
     blocks: Sequence[Block]
 
 
-Block = Text | Table | Plot | Matrix | Gallery | Figures | Beside
+Block = Text | Table | Plot | Matrix | Gallery | Beside
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Images of pages and sheets: thumbnails, heat over an image, hidden patches, data addresses."""
+"""Images of pages and sheets: thumbnails, heat over an image, data addresses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from kiloword.report.blocks import Pixels
 Floats = npt.NDArray[np.floating]
 SMALL = 96  # pixels: pages enlarge smaller images with hard edges, as the model saw them
 GLOW = np.array([255, 140, 10])  # colour of high values, visible on dark and on bright images
-STRIPES = (96, 150)  # greys of the cover, striped to differ from parts of the image
 
 
 def thumbnail(image: Image.Image | Pixels, side: int = 320) -> Pixels:
@@ -40,17 +39,6 @@ def overlay(image: Pixels, looks: Floats, side: int) -> Pixels:
     grey = 0.55 * colours.mean(-1, keepdims=True) + 70
     lit = 0.35 * colours + 0.65 * GLOW
     shown: Pixels = (grey + glow * (lit - grey)).round().clip(0, 255).astype(np.uint8)
-    return shown
-
-
-def covered(image: Pixels, hidden: npt.NDArray[np.bool_]) -> Pixels:
-    """The image [H, W, 3] with striped grey where patches [rows, columns] are hidden; it may be of any size."""
-    (high, wide), patches = image.shape[:2], hidden.shape
-    rows, columns = np.arange(high), np.arange(wide)
-    step = max(high // 32, 2)  # pixels: width of a stripe
-    cover = np.where(np.add.outer(rows, columns) // step % 2, *STRIPES).astype(np.uint8)
-    hides = hidden[np.ix_(rows * patches[0] // high, columns * patches[1] // wide)]
-    shown: Pixels = np.where(hides[..., None], cover[..., None], image)
     return shown
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from kiloword.__version__ import __version__
 from kiloword.files import write_atomic
-from kiloword.report.blocks import Beside, Block, Figures, Gallery, Matrix, Page, Table, Text, plain
+from kiloword.report.blocks import Beside, Block, Gallery, Matrix, Page, Table, Text, plain
 from kiloword.report.figure import CSS, HERE, svg
 from kiloword.report.pictures import SMALL, image_data
 from kiloword.terminal import command, say
@@ -89,24 +89,18 @@ def _cells(table: Table) -> tuple[list[list[tuple[str, bool]]], list[bool]]:
     return rows, [all(re.match(r"-?\d|–$", written(cell)) for cell in column[1:]) for column in columns]
 
 
-def _colours(matrix: Matrix) -> list[list[tuple[str, float]]]:
-    """Rows of cells: what is written, and the share of the row."""
-    values = np.asarray(matrix.values)  # [rows, columns]
-    shares = values / np.maximum(values.sum(axis=1, keepdims=True), np.finfo(float).tiny)
-    digits = 0 if np.issubdtype(values.dtype, np.integer) else 2
-    rows = zip(values.tolist(), shares.round(2).tolist(), strict=True)
-    return [[(f"{value:.{digits if value else 0}f}", share) for value, share in zip(*row, strict=True)] for row in rows]
+def _colours(matrix: Matrix) -> list[list[tuple[int, float]]]:
+    """Rows of cells: the count, and its share of the row."""
+    shares = matrix.values / np.maximum(matrix.values.sum(axis=1, keepdims=True), 1)
+    rows = zip(matrix.values.tolist(), shares.round(2).tolist(), strict=True)
+    return [list(zip(*row, strict=True)) for row in rows]
 
 
 def say_blocks(blocks: Sequence[Block]) -> None:
-    """Print texts, figures and tables; what is drawn is left to the page."""
+    """Print texts and tables; what is drawn is left to the page."""
     for block in blocks:
         if isinstance(block, Text):
             say(*(block.text.split("\n") if block.kind == "code" else [block.text]))
-        elif isinstance(block, Beside):
-            say_blocks(block.blocks)
-        elif isinstance(block, Figures):
-            say_table(list(block.figures.items()), "", "")
         elif isinstance(block, Table) and block.rows:
             say(*filter(None, [block.caption]))
             say_table([[cell for cell, _ in row] for row in _cells(block)[0]], *block.header)
@@ -126,8 +120,3 @@ def made_by(models: Sequence[str] = (), data: str = "") -> dict[str, Any]:
 def utc(seconds: float) -> str:
     """Seconds since 1970 as a date and time."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
-
-
-def percent(share: float) -> str:
-    """0.125 -> "12.5%", 0.999 -> "99.9%", so that nearly all is not shown as all."""
-    return f"{round(100 * share, 1):g}%"

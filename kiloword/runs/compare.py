@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from kiloword.config.execution import Some
+from kiloword.config.settings import shown
 from kiloword.errors import count
 from kiloword.files import write_json
 from kiloword.report import Beside, Block, Page, Plot, Table, made_by, say_blocks, write_page
-from kiloword.runs.page import curve_plot, value_of
+from kiloword.runs.page import curve_plot
 from kiloword.runs.run import SPEED, Curve, Run, find
 from kiloword.runs.trackers import leaves_of
 from kiloword.terminal import say, warn
@@ -42,20 +43,18 @@ class Compare:
 
     def run(self) -> None:
         """Raises: ValueError for paths without runs, and for fewer than two runs."""
-        every = [Run(folder, name) for folder, name in find(self.runs).items()]
+        every = find(self.runs)
         runs = [run for run in every if run.curves]
         if empty := [run.name for run in every if not run.curves]:
             warn(f"without a row yet, and omitted: {', '.join(empty)}")
         if len(runs) < 2:
             raise ValueError(f"compare found {count(len(runs), 'run')} with rows: expected at least two.")
         groups = groups_of(runs)
-        names, states = (
-            [group.name for group in groups],
-            [[g.name, r.name, r.state, r.step] for g in groups for r in g.runs],
-        )
+        names = [group.name for group in groups]
+        states = [[g.name, r.name, r.state, r.step] for g in groups for r in g.runs]
         sections: dict[str, list[Block]] = {"Runs": [Table(states, ["group", "run", "state", "step"])]}
         if differ := dict.fromkeys(path for group in groups for path in group.settings):
-            rows = [[p, *(value_of(g.settings[p]) if p in g.settings else None for g in groups)] for p in differ]
+            rows = [[p, *(shown(g.settings[p]) if p in g.settings else None for g in groups)] for p in differ]
             sections["Settings that differ"] = [Table(rows, ["setting", *names])]
         metrics = dict.fromkeys(name for group in groups for name in group.cells)
         values = [[name, *(str(g.cells[name]) if name in g.cells else None for g in groups)] for name in metrics]
@@ -64,7 +63,16 @@ class Compare:
             say("", title)
             say_blocks(blocks)
         if self.json is not None:
-            write_json(self.json, {"format": FORMAT, "groups": [_as_plain(group) for group in groups]})
+            plain = [
+                {
+                    "name": group.name,
+                    "runs": [{"folder": str(run.folder), "state": run.state, "step": run.step} for run in group.runs],
+                    "settings": dict(group.settings),
+                    "metrics": {name: asdict(cell) for name, cell in group.cells.items()},
+                }
+                for group in groups
+            ]
+            write_json(self.json, {"format": FORMAT, "groups": plain})
         if self.html is not None:
             sections["Curves"] = [Beside(list(_curves(groups)))]
             write_page(self.html, Page(f"{len(runs)} runs beside each other", INTRO, sections, made_by()))
@@ -113,7 +121,10 @@ def groups_of(runs: Sequence[Run]) -> list[Group]:
     groups = []
     for members in alike.values():
         chosen, some = {p: flat[members[0]][p] for p in differ if p in flat[members[0]]}, [runs[n] for n in members]
-        groups.append(Group(some[0].name, chosen, cells_of(list(map(last_values, some))), some))
+        last = [
+            {name: curve[1][-1] for name, curve in series(run).items()} | {"pairs_per_s": run.speed} for run in some
+        ]
+        groups.append(Group(some[0].name, chosen, cells_of(last), some))
     return groups
 
 
@@ -125,17 +136,6 @@ def series(run: Run) -> dict[str, Curve]:
     return {
         loss if name == "loss" else name.removeprefix("val/"): run.curves[name] for name in names if name in run.curves
     }
-
-
-def last_values(run: Run) -> dict[str, float]:
-    """The last value of each metric; of the speed the mean over the run."""
-    return {name: curve[1][-1] for name, curve in series(run).items()} | {"pairs_per_s": run.speed}
-
-
-def _as_plain(group: Group) -> dict[str, Any]:
-    runs = [{"folder": str(run.folder), "state": run.state, "step": run.step} for run in group.runs]
-    cells = {name: asdict(one) for name, one in group.cells.items()}
-    return {"name": group.name, "runs": runs, "settings": dict(group.settings), "metrics": cells}
 
 
 def _curves(groups: Sequence[Group]) -> Iterator[Plot]:

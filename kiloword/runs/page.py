@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kiloword.config.settings import shown
 from kiloword.report import Beside, Block, Page, Plot, Table, Text, utc
 from kiloword.runs.rows import HISTORY, objects
 from kiloword.runs.run import OPTIMIZATION, SPEED, Curve, Run
@@ -35,13 +36,6 @@ def curve_plot(name: str, lines: Mapping[str, Curve]) -> Plot:
     return Plot(draw, f"{label} over the steps")
 
 
-def value_of(value: Any) -> str:
-    """A setting as a table shows it."""
-    if isinstance(value, list | tuple):
-        return " ".join(map(value_of, value)) or "none"
-    return "none" if value in (None, "", {}) else f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def page(run: Run, finished: bool, unusual: Sequence[Differs], samples: Sequence[Block]) -> Page:
     """Args: finished: what the run itself knows; unusual: settings that differ from their defaults."""
     processes, recipe = objects(run.folder / HISTORY), run.recipe
@@ -52,8 +46,8 @@ def page(run: Run, finished: bool, unusual: Sequence[Differs], samples: Sequence
         f"{run.step:,} of {recipe.get('steps', 0):,} steps. It is {ended}."
     )
     facts = {
-        "training data": value_of(data.get("sources")),
-        "validation": value_of(data.get("val")),
+        "training data": shown(data.get("sources")),
+        "validation": shown(data.get("val")),
         "images": f"{last.get('images', 0):,}",
         "pairs a second, without validation": f"{run.speed:,.3g}",
     }
@@ -65,7 +59,7 @@ def page(run: Run, finished: bool, unusual: Sequence[Differs], samples: Sequence
         if name.startswith("val/")
     ]
     best = f"Best {run.best[0].removeprefix('val/')} after step {run.best[2]:,}, kept as best/." if run.best else ""
-    changed = [[f"--{flag}", value_of(value), value_of(default)] for flag, value, default in unusual]
+    changed = [[f"--{flag}", shown(value), shown(default)] for flag, value, default in unusual]
     columns = ("step", "time", "version", "torch", "device", "ranks")
     began = [[utc(p["time"]) if name == "time" else p.get(name) for name in columns] for p in processes]
     sections: dict[str, Sequence[Block]] = {

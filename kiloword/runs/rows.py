@@ -12,9 +12,23 @@ from typing import Any
 
 from kiloword.__version__ import __version__
 from kiloword.terminal import command
+from kiloword.terminal.progress import per_second
 
 ROWS, HISTORY = "metrics.jsonl", "history.jsonl"
 Row = Mapping[str, Any]
+SHOWN = {  # metrics as one line shows them
+    "epoch": "epoch {:.2f}",
+    "loss": "loss {:.4g}",
+    "pairs_per_s": "{} pairs/s",
+    "data_wait": "data wait {:.0%}",
+    "slowest_data_wait": "{:.0%} of the slowest rank",
+    "loader_pairs_per_s": "loader makes {}/s",
+    "lr": "lr {:.2e}",
+    "skipped": "{:,.0f} bad samples",
+    "truncated": "{:,.0f} captions cut",
+    "skipped_steps": "{:,.0f} steps skipped",
+    "memory": "memory {:,.0f} MB",
+}
 
 
 def objects(path: Path) -> list[dict[str, Any]]:
@@ -43,6 +57,13 @@ def read_object(path: Path) -> dict[str, Any]:
 def numbers(row: Row) -> dict[str, float]:
     """The finite numbers of a row."""
     return {n: float(value) for n, value in row.items() if isinstance(value, int | float) and math.isfinite(value)}
+
+
+def in_words(row: Row) -> list[str]:
+    """The metrics of a row for a line of progress, without those that are 0."""
+    values = {name: value for name in SHOWN if (value := row.get(name))}
+    values |= {name: per_second(value) for name, value in values.items() if name.endswith("pairs_per_s")}
+    return [SHOWN[name].format(value) for name, value in values.items()]
 
 
 def began(folder: Path, **facts: Any) -> None:

@@ -50,10 +50,6 @@ class Run:
                 steps.append(self.step)
                 values.append(value)
 
-    def last(self, name: str) -> float | None:
-        """The newest value of a metric."""
-        return self.curves[name][1][-1] if name in self.curves else None
-
     @property
     def speed(self) -> float:
         """Pairs a second over the whole run without validation; 0.0 without rows."""
@@ -88,18 +84,18 @@ class Run:
         return [n for n in names if n.endswith(MAIN) or (self.best and n == self.best[0])] or names[:2]
 
 
-def find(paths: Sequence[Path]) -> dict[Path, str]:
-    """Folders of runs -> names to show: the paths themselves, or the runs in them.
+def find(paths: Sequence[Path]) -> list[Run]:
+    """The runs of the paths themselves, or in them, with names to show.
 
     Raises: ValueError for a path that is not a run and contains none.
     """
-    runs: dict[Path, str] = {}
+    names: dict[Path, str] = {}
     for path in paths:
         inside = {p: p.name if len(paths) == 1 else str(p) for p in sorted(path.glob("*")) if _is_run(p)}
         if not _is_run(path) and not inside:
             raise ValueError(f"{path} is no run and holds none: expected the --out of `kiloword train`, or its parent.")
-        runs |= {path: str(path)} if _is_run(path) else inside
-    return runs
+        names |= {path: str(path)} if _is_run(path) else inside
+    return [Run(folder, name) for folder, name in names.items()]
 
 
 def _is_run(path: Path) -> bool:

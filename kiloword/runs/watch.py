@@ -9,22 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kiloword.config.execution import Some
+from kiloword.runs.rows import in_words
 from kiloword.runs.run import Run, find
 from kiloword.terminal import say, shown
 from kiloword.terminal.progress import duration, time_left
 
 EVERY, PAUSE = 2.0, 10  # seconds between two looks, at least; and such multiples of the time that one takes
-SHOWN = {  # metrics of the last row, and how they are shown
-    "loss": "loss {:.4g}",
-    "lr": "lr {:.2e}",
-    "epoch": "epoch {:.2f}",
-    "pairs_per_s": "{:,.4g} pairs/s",
-    "data_wait": "data wait {:.0%}",
-    "memory": "memory {:,.0f} MB",
-    "skipped": "{:,.0f} bad samples",
-    "truncated": "{:,.0f} captions cut",
-    "skipped_steps": "{:,.0f} steps skipped",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +31,7 @@ class Watch:
     def run(self) -> None:
         """Raises: ValueError for paths without runs."""
         if self.once or not sys.stdout.isatty():
-            say(*(line for folder, name in find(self.runs).items() for line in lines_of(Run(folder, name))))
+            say(*(line for run in find(self.runs) for line in lines_of(run)))
             return
         from rich.live import Live
         from rich.text import Text
@@ -50,7 +40,7 @@ class Watch:
         with suppress(KeyboardInterrupt), Live(auto_refresh=False) as live:
             while going:
                 began = time.monotonic()
-                runs = [Run(folder, name) for folder, name in find(self.runs).items()]
+                runs = find(self.runs)
                 live.update(Text("\n".join(shown(line) for run in runs for line in lines_of(run))), refresh=True)
                 going = any(run.state == "running" for run in runs)
                 time.sleep(going * max(EVERY, PAUSE * (time.monotonic() - began)))
@@ -63,8 +53,8 @@ def lines_of(run: Run) -> list[str]:
     if steps and state == "running":
         left = time_left((steps - run.step) * run.batch, run.curves.get("pairs_per_s", ((), ()))[1])
         parts.append(f"ETA {duration(left)}")
-    parts += [form.format(value) for name, form in SHOWN.items() if (value := run.last(name)) is not None]
-    parts += [f"{name.removeprefix('val/')} {run.last(name):.4g}" for name in run.validation]
+    now = {name: values[-1] for name, (_, values) in run.curves.items()}
+    parts += [*in_words(now), *(f"{name.removeprefix('val/')} {now[name]:.4g}" for name in run.validation)]
     lines = ["  ".join(filter(None, parts))]
     lines += [f"  ! the run ended with an error: {run.error}"] if run.error else []
     return lines + [f"  ! {alert.name} since step {alert.since:,}: {alert.message}" for alert in run.alerts.current]

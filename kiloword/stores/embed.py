@@ -7,6 +7,7 @@ rows.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -22,7 +23,6 @@ from torch import Tensor
 
 from kiloword.config.recipes import DataConfig
 from kiloword.data.edits import every_row, origin, origins
-from kiloword.data.images.augmentation import check_resize
 from kiloword.data.images.views import PLAIN, Augmented
 from kiloword.data.open import open_data
 from kiloword.data.reading import EvalBatch, captions_at, eval_batches, name_of
@@ -37,7 +37,7 @@ from kiloword.files import atomic
 from kiloword.model.encoding import inference
 from kiloword.model.model import Model
 from kiloword.model.prefix import check_dim, check_prefix
-from kiloword.stores.features import FeatureStore, check_name
+from kiloword.stores.features import FeatureStore
 from kiloword.stores.options import EmbedOptions
 from kiloword.stores.pieces import Rows, computed
 from kiloword.stores.runs import trunk_digest, trunk_of
@@ -48,7 +48,6 @@ from kiloword.stores.teachers import (
     Teacher,
     open_teacher,
     open_tower,
-    prefix_fingerprint,
     trunk_tokens,
 )
 from kiloword.stores.tokens import ImageTokens, TextTokens, TokenKind, quantised, tokenizer_digest
@@ -127,7 +126,8 @@ def embed(
     made = EmbedOptions(**options)
     drawn = Augmented(made.views, made.augment, made.seed)
     natural, weights = getattr(source, "natural", True), teacher.fingerprint
-    check_name(made.name)
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", made.name) or made.name in ("truth", "position"):
+        raise ValueError(f"features cannot be named {made.name!r}: expected letters, digits, - and _, and not 'truth'.")
     if not natural and (drawn.augment.crop < 1 or drawn.augment.flip > 0):
         raise ValueError(
             f"images of {source.name} are neither cropped nor mirrored, as their captions speak of places: omit "
@@ -135,7 +135,6 @@ def embed(
         )
     resize = made.resize or teacher.resize
     if resize != teacher.resize:
-        check_resize(teacher.size, resize)
         weights += f" resize {resize}"
     with alone():
         blank = torch.zeros(1, 3, teacher.size, teacher.size, dtype=torch.uint8)
@@ -145,7 +144,7 @@ def embed(
     dim = size if made.dim is None else made.dim
     check_dim(dim, size)
     if dim < size:
-        weights = prefix_fingerprint(weights, dim)
+        weights += f" dim {dim}"
 
     def rows(batch: EvalBatch) -> Made:
         captions = [caption for of_image in batch.captions for caption in of_image]
@@ -230,8 +229,6 @@ def _written(
 
     Args: batch: rows that are read at once; views: of images, None: captions alone are read; more: of `StoreFile`.
     """
-    if batch < 1:
-        raise ValueError(f"--batch is {batch}: expected at least 1.")
     kind, whole = store.kind, every_row(source)
     workers = 0 if options.workers == "auto" else options.workers
     bases = origins(whole)
@@ -263,24 +260,19 @@ def _written(
         return made
 
     folder = place_of(out, kind)
-    names: dict[str, Any] = {
-        "out": folder,
-        "name": STORE,
-        "what": WHAT[kind],
-        "columns": columns_of(file),
-        "finished": folder / KEYS,
-    }
+    what, columns, finished = WHAT[kind], columns_of(file), folder / KEYS
+    pieces = folder, file, SCHEMA, whole, batch, read, compute, report
     with (
         naming_truncated(),
-        computed(folder, file, SCHEMA, whole, batch, read, compute, report, **names) as made,
+        computed(*pieces, out=folder, name=STORE, what=what, columns=columns, finished=finished) as made,
     ):
         if made is None:
             return None
-        if not (folder / KEYS).is_file():
+        if not finished.is_file():
             for name, values in found_by(made[1], kind).items():
                 with atomic(folder / f"{name}.npy") as opened:
                     np.save(opened, values)
-            with atomic(folder / KEYS) as opened:
+            with atomic(finished) as opened:
                 pq.write_table(made[1], opened)
         for piece in folder.glob("part-*.parquet"):
             piece.unlink()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import cached_property
 from typing import Any
 
@@ -30,11 +29,6 @@ class FeatureStore(Store):
     def name(self) -> str:
         """Name of the features in a batch, by default "teacher"."""
         return self.file.name
-
-    @property
-    def dim(self) -> int:
-        """Dimension of the features."""
-        return self.file.width
 
     @cached_property
     def keys(self) -> list[str]:
@@ -112,8 +106,8 @@ class Features(Places[FeatureStore]):
         Args: source: of which `example.row` is a row; view: the one of its image.
         """
         store = self.store
-        image = np.zeros(store.dim, np.float32)
-        texts = np.zeros((len(example.captions), store.dim), np.float32)
+        image = np.zeros(store.file.width, np.float32)
+        texts = np.zeros((len(example.captions), len(image)), np.float32)
         place = self.place(source, example.row)
         if place >= 0:
             image[:] = store.column("images")[place, view]
@@ -124,9 +118,3 @@ class Features(Places[FeatureStore]):
         example.image_features[store.name] = torch.from_numpy(image)
         example.text_features[store.name] = torch.from_numpy(texts)
         example.image_features[store.name + ".texts"] = example.text_features[store.name].mean(0)
-
-
-def check_name(name: str) -> None:
-    """Raises: ValueError for a name that a batch cannot have."""
-    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name) or name in ("truth", "position"):
-        raise ValueError(f"features cannot be named {name!r}: expected letters, digits, - and _, and not 'truth'.")

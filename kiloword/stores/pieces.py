@@ -66,11 +66,26 @@ def computed(
     Args: read: ranges of rows to batches of images; report: gets progress and bad rows; out: of the command; name: of
     the file of settings in the folder; what: the table holds; columns: that grow; finished: file of the whole table.
     Raises: ValueError when the folder holds something else, or a table of another model, other data or options, and
-    when no row is usable.
+    when no row is usable, or batches have none.
     """
+
+    if batch < 1:
+        raise ValueError(f"--batch is {batch}: expected at least 1.")
 
     def piece(number: int) -> Path:
         return folder / f"part-{number:05d}.parquet"
+
+    def made(batches: list[range]) -> Iterator[Rows]:
+        """With progress of all rows that are to be done."""
+        left, ready, bar = sum(map(len, todo)), 0, Bar("images", "images", report)
+        if report is not None and left < len(source):
+            say(f"{len(source) - left:,} of {len(source):,} rows are done already.", to=report)
+        for images in read(batches):
+            with alone():
+                rows = compute(images)
+            ready += len(rows.cells) * share()[1]  # the other ranks have done about as much
+            bar(min(ready, left), left)
+            yield rows
 
     with ExitStack() as locked:
         done, lengths = 0, dict[str, int]()
@@ -88,7 +103,7 @@ def computed(
         done, parts, part = of_first((done, settings.parts, settings.part))
         todo = [range(n * part, min((n + 1) * part, len(source))) for n in range(done, parts)]
         try:
-            for rows in part_by_part(todo, batch, lambda batches: _made(batches, todo, source, read, compute, report)):
+            for rows in part_by_part(todo, batch, made):
                 if is_first():  # columns first: what they hold beyond the last piece is written again
                     for column, shape in columns.items():
                         values = [one.columns[column] for one in rows if one.columns]
@@ -108,34 +123,14 @@ def computed(
             return
         files = [finished] if finished is not None and finished.is_file() else map(piece, range(parts))
         table = pa.concat_tables([read_table(path).replace_schema_metadata() for path in files]).combine_chunks()
-        bad = left_out(bad_rows := _bad_rows(table))
+        named = table.select(list(COMMON)).filter(table.column("reason").is_valid()).to_pylist()
+        bad_rows = [Skipped(cells["row"], key_text(cells["key"]), cells["reason"]) for cells in named]
+        bad = left_out(bad_rows)
         if len(bad_rows) == len(table):
             raise ValueError(f"{settings.data}: none of its {settings.rows} rows is a usable image: {bad}.")
         if report is not None and bad_rows:
             say(*bad.lines(), f"{len(bad_rows):,} of {len(table):,} rows are bad, and not in the table.", to=report)
         yield settings, table
-
-
-def _made(
-    batches: list[range],
-    todo: list[range],
-    source: Source,
-    read: Callable[[list[range]], Iterator[EvalBatch]],
-    compute: Callable[[EvalBatch], Rows],
-    report: TextIO | None,
-) -> Iterator[Rows]:
-    """What is computed of batches, with progress of all rows that are to be done."""
-    left, ready = sum(map(len, todo)), 0
-    if report is not None and left < len(source):
-        say(f"{len(source) - left:,} of {len(source):,} rows are done already.", to=report)
-    bar = Bar("images", "images", report)
-    for images in read(batches):
-        with alone():
-            rows = compute(images)
-        ready += len(rows.cells) * share()[1]  # the other ranks have done about as much
-        if report is not None:
-            bar(min(ready, left), left)
-        yield rows
 
 
 def _grow(path: Path, shape: Shape, length: int, values: Sequence[NDArray[Any]]) -> int:
@@ -159,11 +154,6 @@ def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
     """A parquet table."""
     with pa.OSFile(os.fsencode(path)) as file:  # a file of Python's may be closed by a thread when Python has ended
         return pq.read_table(file, columns=columns)
-
-
-def _bad_rows(table: pa.Table) -> list[Skipped]:
-    bad = table.select(list(COMMON)).filter(table.column("reason").is_valid()).to_pylist()
-    return [Skipped(cells["row"], key_text(cells["key"]), cells["reason"]) for cells in bad]
 
 
 def _existing(folder: Path, name: str, settings: Settings, what: str) -> Settings | None:

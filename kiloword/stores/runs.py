@@ -172,7 +172,9 @@ def stored(
         _check_shown(found.stores, data)
         missing = [(store.file.rows - len(store), store.file.rows) for store in found.stores]
         told = [
-            f"{n:,} of {rows:,} rows have no tokens, as `embed` said: others replace them." for n, rows in missing if n
+            f"{n:,} of {rows:,} rows have no tokens, since `embed` could not read them: others replace them."
+            for n, rows in missing
+            if n
         ]
     if data.text_features:
         texts = opened(data.text_features, TextTokens)

@@ -10,7 +10,7 @@ Format (a folder): `store.json` (`kiloword.data.stored.StoreFile`); `keys.parque
     starts              [n + 1] captions of an image, or [T + 1] tokens of a caption: starts[i] to starts[i + 1]
     captions            [2, T] digests of the captions, ascending, and the numbers of the captions
 
-While it is written there are pieces in place of `keys.parquet`, see `pieces.PieceWriter`.
+While it is written there are pieces in place of `keys.parquet`, see `pieces.computed`.
 """
 
 from __future__ import annotations

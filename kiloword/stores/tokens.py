@@ -5,7 +5,6 @@ Images are found by their row or key, captions by their text.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -16,13 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kiloword.config.recipes import TextConfig
-from kiloword.data.reading import EMBEDDED
+from kiloword.config.recipes import DataConfig, TextConfig
+from kiloword.data.edits import digest
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.stores.store import Places, Store, check_alike, check_captions, group_of
 from kiloword.types import BadSample, Source, Texts
 
-Dtype = Literal["fp16", "fp32", "int8"]
 TokenKind = Literal["images", "texts"]
 LEVELS = 255
 ALIKE = ("weights", "width", "precision", "size", "resize", "tokens", "context", "tokenizer")  # in all stores of a run
@@ -101,6 +99,11 @@ def opened(folders: Sequence[str], kind: type[Kept]) -> list[Kept]:
     return stores
 
 
+def token_stores(data: DataConfig) -> tuple[list[ImageTokens], list[TextTokens]]:
+    """The stores that a run reads. Raises: as `opened`."""
+    return opened(data.image_features, ImageTokens), opened(data.text_features, TextTokens)
+
+
 def find(stores: Sequence[TextTokens], caption: str) -> tuple[TextTokens, int, int] | None:
     """The store that has a caption, where its tokens begin, and their number."""
     for store in stores:
@@ -119,7 +122,7 @@ def check_texts(stores: Sequence[TextTokens], source: Source, tokenizer: Tokeniz
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
     """A digest of a tokenizer."""
-    return hashlib.blake2b(tokenizer.to_bytes(), digest_size=16).hexdigest()
+    return digest(tokenizer.to_bytes().decode())
 
 
 class TokenizerWithTokens(Tokenizer):
@@ -153,7 +156,7 @@ class TokenizerWithTokens(Tokenizer):
         """Raises: BadSample when `encode` would not give this caption tokens."""
         text = find(self.stores, caption)
         if text is None:
-            raise BadSample(f"{EMBEDDED}a caption has no tokens in the text features")
+            raise BadSample("a caption has no tokens in the text features")
         length = len(super().encode([caption], config).ids) - len(config.extra_tokens)
         if length != text[2]:
             raise BadSample(f"a caption has {text[2]} tokens in the text features, but {length} in this run")

@@ -11,7 +11,6 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import TracebackType
 from typing import TextIO
 
 from kiloword.addresses import scrubbed
@@ -68,9 +67,9 @@ def warn_once(*lines: str) -> None:
         _warned.update(lines)
 
 
-def show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def show_traceback(kind: object, error: BaseException, trace: object) -> None:
     """For sys.excepthook: print a traceback, escaped, as its message may come from data."""
-    for part in traceback.format_exception(kind, error, trace):
+    for part in traceback.format_exception(error):
         warn(*scrubbed(part).rstrip("\n").split("\n"))
 
 

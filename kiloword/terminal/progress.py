@@ -51,8 +51,8 @@ class ProgressLine:
 class Bar:
     """Called with (done, of): shows the share, the rate and the time left."""
 
-    def __init__(self, what: str, unit: str, out: TextIO | None = None) -> None:
-        self.what, self.unit, self.line = what, unit, ProgressLine(out or sys.stderr)
+    def __init__(self, what: str, unit: str, out: TextIO | None) -> None:
+        self.what, self.unit, self.line = what, unit, ProgressLine(out)
         self._start = time.perf_counter()
 
     def __call__(self, done: int, of: int) -> None:
@@ -92,7 +92,7 @@ def track(
     if not _state.on or _state.busy:
         yield from items
         return
-    bar, done = Bar(what, unit), 0
+    bar, done = Bar(what, unit, sys.stderr), 0
     _state.busy = True
     try:
         for item in items:

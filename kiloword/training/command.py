@@ -9,18 +9,21 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import tyro
 
 from kiloword.config.options import RecipeFlags, RunOptions
 from kiloword.config.papers import LENGTHS, fill
 from kiloword.config.recipes import Recipe
-from kiloword.config.settings import BaseSettings, about, check, lacks, leaves, setting
+from kiloword.config.settings import BaseSettings, about, check, lacks, leaves, setting, shown
 from kiloword.methods.command import MethodWords, method_words, values_of
 from kiloword.methods.defaults import WHY_TUNED, default_recipe, tuned
-from kiloword.methods.recipes import report, shown, towers_flag
+from kiloword.methods.recipes import report, towers_flag
 from kiloword.terminal import say
+
+if TYPE_CHECKING:
+    from kiloword.types import Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,7 @@ class Train(BaseSettings):
     }
 
     out: Path = setting(tyro.MISSING, "folder of the run")
-    steps: int | None = setting(None, "length in steps; or give --epochs or --samples")
+    steps: int | None = setting(None, "length in steps; default: 2000 (scenes: 1000), at most 100 epochs")
     epochs: float | None = setting(None, "length in passes over the data")
     samples: int | None = setting(None, "length in images seen")
     dry_run: bool = setting(False, "print what would run, and stop")
@@ -66,28 +69,38 @@ class Training:
 
     def run(self) -> None:
         """Train, or with --dry-run print what would run. Raises: ValueError for a run that cannot start."""
+        self.train()
+
+    def train(self, source: Source | None = None) -> Path:
+        """Train, or with --dry-run print what would run.
+
+        Args: source: data in place of --data.
+        Returns: the model folder. Raises: ValueError for a run that cannot start.
+        """
         args, recipe = self.args, self.args.recipe
-        first = os.environ.get("RANK", "0") == "0"  # of torchrun
-        if first and not args.options.quiet:
+        loud = os.environ.get("RANK", "0") == "0" and not args.options.quiet  # RANK: of torchrun
+        if loud:
             say(*_about_recipe(self.words, args))
         from kiloword.training import start
         from kiloword.training.dry_run import rehearse
         from kiloword.training.loop import train
-        from kiloword.training.resolve import open_sources, visited, with_length
+        from kiloword.training.resolve import MOST_EPOCHS, open_sources, visited, with_length
 
         recipe = start.fitted(recipe)
         start.check(recipe)
         start.check_effects(recipe, self.plain if args.origin.config else self.usual, args.options.trust_code)
-        if first and not args.options.quiet and self.words.recipe is None and recipe.init is not None:
+        if loud and self.words.recipe is None and recipe.init is not None:
             say(_about_init(recipe))
-        source = open_sources(recipe)
-        recipe = with_length(recipe, visited(recipe, source), args.steps, args.epochs, args.samples)
+        source = open_sources(recipe, source)
+        most = 0 if args.origin.config else MOST_EPOCHS  # a file has its own length
+        recipe = with_length(recipe, visited(recipe, source), most, **{name: getattr(args, name) for name in LENGTHS})
         if args.dry_run:
             rehearse(recipe, source, args.out, args.options)
-            return
+            return args.out / "model"
         folder = train(recipe, args.out, source, args.options)
-        if first:
+        if loud:
             say(f"model: {folder}")
+        return folder
 
 
 def read(argv: Sequence[str]) -> Training:

@@ -10,21 +10,18 @@ from typing import Any
 
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import Recipe
-from kiloword.config.settings import lacks, leaves, parse
+from kiloword.config.settings import lacks, leaves, parse, shown
 from kiloword.data.edits import parts_of
-from kiloword.data.loader import Loader
 from kiloword.data.reading import BadRows
-from kiloword.data.sampler import steps_per_epoch
 from kiloword.distributed import collectives
 from kiloword.distributed.device import choose
-from kiloword.methods.recipes import shown
 from kiloword.methods.registry import find
 from kiloword.terminal import say
 from kiloword.training import tuning
 from kiloword.training.resolve import Plan, micro_batches, resolve, visited
 from kiloword.training.setup import make_learner
 from kiloword.training.step import learner_of
-from kiloword.types import Batch, Source
+from kiloword.types import Source
 
 MOST = 256  # largest number of images decoded of a rank's first batch
 WIDE = 110  # columns
@@ -40,24 +37,22 @@ def rehearse(recipe: Recipe, source: Source, out: Path, options: RunOptions) -> 
         plan = resolve(recipe, source, out, options, choose(options.device))
         if recipe.init is not None:
             make_learner(plan.recipe, plan.method, options.trust_code)
-        batch, bad = _first_batch(plan.loader, sum(map(len, parts_of(source))))
+        loader = plan.loader
+        share = loader.order.batch // loader.ranks
+        parts = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= MOST)
+        few = replace(loader, workers=0, rank=loader.rank * parts, ranks=loader.ranks * parts)
+        batch, skipped = next(few.batches(0, 1)), BadRows(sum(map(len, parts_of(source))), recipe.data.bad_share)
+        skipped.count(collectives.all_lists(batch.skipped))
+        bad = len(skipped)
         if collectives.rank() == 0:
             cut = f", {batch.texts.truncated} cut" if batch.texts.truncated else ""
             kind = f", {bad} bad samples" if bad else ""
+            if bad > recipe.data.bad_share * (len(batch) + bad):
+                kind += f" (training stops above --bad-share {recipe.data.bad_share:.2%} of all)"
             read = f"{len(batch)} images of the first batch, {len(batch.texts)} captions{cut}{kind}"
             for name, text in (*_lines(plan), ("read", read)):
                 indents = {"initial_indent": f"{name:10} ", "subsequent_indent": " " * 11}
                 say(*wrap(text, WIDE, break_long_words=False, break_on_hyphens=False, **indents))  # type: ignore[arg-type]
-
-
-def _first_batch(loader: Loader, rows: int) -> tuple[Batch, int]:
-    """This rank's part of the first batch, at most MOST images, and its number of bad samples on all ranks."""
-    share = loader.order.batch // loader.ranks
-    parts = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= MOST)
-    batch = next(replace(loader, workers=0, rank=loader.rank * parts, ranks=loader.ranks * parts).batches(0, 1))
-    bad = BadRows(rows, loader.data.bad_share)
-    bad.count(collectives.all_lists(batch.skipped))
-    return batch, len(bad)
 
 
 def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -71,7 +66,7 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "data", f"{' '.join(recipe.data.sources)}: {len(plan.source)} images{part}"
     for one in plan.val:
         yield "val", f"{one.task} on {one.source.name}: {len(one.source)} images"
-    epochs = recipe.steps / steps_per_epoch(rows, recipe.batch)
+    epochs = recipe.steps / plan.loader.order.steps_per_epoch
     yield "length", f"{recipe.steps} steps of {recipe.batch} images, {epochs:.1f} epochs"
     share = f"{parts} x {recipe.batch // ranks // parts} images each{f', {options.parallel}' if ranks > 1 else ''}"
     how = f"checkpointing {options.checkpointing}, compile {options.compile}, {recipe.precision}"

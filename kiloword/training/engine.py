@@ -1,7 +1,7 @@
 """How a learner is carried out, with the same results: replicated over ranks (ddp), or with sharded towers (fsdp); with
 activation checkpointing; compiled.
 
-FSDP2 averages the gradients of the parameters that it shards; DDP averages those of replicated parameters. Others
+FSDP2 averages the gradients of sharded parameters, DDP the gradients of replicated parameters. Other functions
 replace the forward pass of module instances: hooks, such as those of FSDP, still run around it.
 """
 
@@ -146,12 +146,10 @@ def _recomputed(forward: Callable[..., Any], again: Callable[..., Any], *args: A
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_expensive(op) else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def is_expensive(op: Any) -> bool:
-    """Whether selective checkpointing saves the results of an operation: of products and attention."""
-    return any(part in str(op) for part in ("aten.mm", "aten.addmm", "aten.bmm", "convolution", "attention", "varlen"))
+    """Results of products and attention are saved."""
+    saved = ("aten.mm", "aten.addmm", "aten.bmm", "convolution", "attention", "varlen")
+    is_saved = any(part in str(op) for part in saved)
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def compile_model(model: Model, kind: Compile, backend: str = "inductor") -> None:

@@ -14,10 +14,10 @@ from kiloword.addresses import scrubbed
 from kiloword.config.recipes import Recipe
 from kiloword.files import write_atomic
 from kiloword.runs.alerts import Alerts
-from kiloword.runs.rows import ROWS, read_metrics
+from kiloword.runs.rows import ROWS, in_words, read_metrics
 from kiloword.runs.trackers import Kind, Tracker, opened
 from kiloword.terminal import say, warn
-from kiloword.terminal.progress import ProgressLine, duration, per_second, time_left
+from kiloword.terminal.progress import ProgressLine, duration, time_left
 
 
 class Log:
@@ -89,22 +89,11 @@ class Log:
                 self._tracker.send([values])
 
     def progress(self, values: dict[str, Any]) -> None:
-        """Show the step: a line with a bar on a terminal, elsewhere a line now and then."""
+        """Show the step in a line: on a terminal always, elsewhere now and then."""
         self._rates.append(values["pairs_per_s"])
         step, steps = values["step"], self.recipe.steps
-        wait, loader_rate = values.get("slowest_data_wait", values["data_wait"]), values.get("loader_pairs_per_s")
-        parts = [
-            f"step {step}/{steps}",
-            f"epoch {values['epoch']:.2f}" if "epoch" in values else "",
-            f"loss {values['loss']:.3f}" if "loss" in values else "loss ?",
-            f"{per_second(values['pairs_per_s'])} pairs/s",
-            f"ETA {duration(time_left((steps - step) * self.recipe.batch, self._rates))}",
-            f"data wait {wait:.0%}" + (f" (loader makes {per_second(loader_rate)}/s)" if loader_rate else ""),
-            f"lr {values['lr']:.2e}" if "lr" in values else "",
-            f"{values['skipped']} bad samples" if values.get("skipped") else "",
-            f"{values['skipped_steps']} skipped steps" if values.get("skipped_steps") else "",
-        ]
-        self._progress.show("  ".join(filter(None, parts)), step, steps)
+        left = duration(time_left((steps - step) * self.recipe.batch, self._rates))
+        self._progress.show("  ".join([f"step {step}/{steps}", f"ETA {left}", *in_words(values)]), step, steps)
 
     def say(self, message: str) -> None:
         """Print a message on its own line, unless quiet."""

@@ -73,7 +73,8 @@ def _loop(run: Run, cadence: Cadence) -> None:
         cadence.after_step(values, len(batch))
         if run.best.stalled:
             break
-    cadence.end()
+    for line in run.bad.left_out.lines():
+        run.log.say(line)
 
 
 class Cadence:
@@ -131,11 +132,6 @@ class Cadence:
             report.write(run)
             collectives.wait()  # torchrun ends all ranks when one exits: none may before the state is written
             raise self.stop.stopped(f"stopped after step {run.step}; the state is saved. {GOES_ON}")
-
-    def end(self) -> None:
-        """Print what was skipped."""
-        for line in self.run.bad.left_out.lines():
-            self.run.log.say(line)
 
     def _count(self, batch: Batch) -> Batch:
         """Count bad samples and truncated captions of all ranks. Raises: ValueError for too many bad samples."""

@@ -80,9 +80,9 @@ class Meter:
                 run.skipped_in_a_row = 0
                 continue
             run.skipped_steps, run.skipped_in_a_row = run.skipped_steps + 1, run.skipped_in_a_row + 1
-            usual = run.optimizer.usual_norm
+            norms, weight = run.optimizer.usual.tolist()
             why = f"step {step}: loss {report['loss']:.3g}, gradient norm {report['gradient_norm']:.3g}"
-            why += f", usually {usual:.3g}" if usual else ""
+            why += f", usually {norms / weight:.3g}" if weight else ""
             run.log.say(f"{why}: the step was skipped ({run.skipped_steps} so far)")
             if run.skipped_in_a_row >= run.options.max_skipped_steps:
                 raise ValueError(f"{why}: bad step {run.skipped_in_a_row} in a row (--max-skipped-steps). {STOPS}")

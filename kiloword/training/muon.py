@@ -14,8 +14,6 @@ from torch import Tensor
 from kiloword.distributed import collectives
 from kiloword.distributed.device import cpu_has_bf16
 
-AT_ONCE = 1 << 26  # elements of matrices that are gathered and orthogonalized at once
-
 
 class Muon(torch.optim.Optimizer):
     """Momentum, then the nearest orthogonal matrix, for all matrices of one shape at once.
@@ -31,6 +29,7 @@ class Muon(torch.optim.Optimizer):
     rows: parameters that are this rank's rows of a sharded matrix, and the number of rows of the whole matrix.
     """
 
+    at_once = 1 << 26  # elements of matrices that are gathered and orthogonalized at once
     found_inf: Tensor | None = None  # 1.0 skips the step (the name is that of torch's fused optimizers)
 
     def __init__(
@@ -57,7 +56,7 @@ class Muon(torch.optim.Optimizer):
                     rows = self.rows.get(p) if p.dim() == 2 else None  # of several matrices a rank has some whole
                     alike.setdefault((p.shape, self.stacked.get(p, 1), rows), []).append(p)
             for (shape, parts, rows), members in alike.items():
-                most = AT_ONCE // max(1, rows * shape[1] if rows else shape.numel()) or 1
+                most = self.at_once // max(1, rows * shape[1] if rows else shape.numel()) or 1
                 for n in range(0, len(members), most):
                     self._turn(members[n : n + most], parts, rows, group)
 

@@ -14,9 +14,8 @@ from kiloword.config.recipes import OptimConfig
 from kiloword.distributed import collectives
 from kiloword.distributed.collectives import local
 from kiloword.model.adapters import MARK
-from kiloword.model.blocks import STACKED
+from kiloword.model.blocks import STACKED, layer_factors
 from kiloword.model.heads import Head
-from kiloword.model.layers import layer_factors
 from kiloword.model.resnet import statistics
 from kiloword.training.adamp import AdamP, fill_moments
 from kiloword.training.engine import settle
@@ -155,12 +154,6 @@ class Optimizer:
             part.step()
         self.zero_grad()
         return {"gradient_norm": norm, "skipped_step": skip}
-
-    @property
-    def usual_norm(self) -> float:
-        """Running mean of the gradient norms of steps that were not skipped; 0 before the first."""
-        total, weight = self.usual.tolist()
-        return total / weight if weight else 0.0
 
     @torch.no_grad()
     def _judge(self, norm: Tensor, loss: Tensor | None) -> Tensor:

@@ -13,16 +13,17 @@ from torch import nn
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import NO_MICRO, Recipe
 from kiloword.config.settings import check
-from kiloword.data.edits import MixtureSource, parts_of
+from kiloword.data.edits import MixtureSource
 from kiloword.data.joins import omitted
 from kiloword.data.loader import Loader
 from kiloword.data.open import open_data
 from kiloword.data.reading import BadRows, captions_of
-from kiloword.data.sampler import BLOCK, GROUP, Order, steps_per_epoch
+from kiloword.data.sampler import BLOCK, GROUP, Order
 from kiloword.data.stored import WithTokens
 from kiloword.data.text.tokenizer import Tokenizer, vocabulary
 from kiloword.distributed import collectives
 from kiloword.distributed.by_device import settle, summary, workers_of
+from kiloword.errors import refuse
 from kiloword.files import Lock
 from kiloword.interop.text_towers import tokenizer_of
 from kiloword.methods.method import Method
@@ -37,6 +38,8 @@ from kiloword.training.step import Learner
 from kiloword.training.tuning import Unfreezing
 from kiloword.training.validation import Best, ValSet, check_best, open_val, prefix
 from kiloword.types import Source, Transform
+
+MOST_EPOCHS = 100  # of a run whose length the user does not choose
 
 
 @dataclass(kw_only=True)
@@ -112,6 +115,12 @@ def resolve(recipe: Recipe, source: Source, out: Path, options: RunOptions, devi
     if before is not None:
         check_same_run(out, before, file, options.extend)
     loader = make_loader(recipe, source, method, tokenizer, options, device)
+    often = ""
+    if (epochs := recipe.steps // loader.order.steps_per_epoch) >= MOST_EPOCHS:
+        often = (
+            f"{recipe.steps} steps are {epochs} epochs of {loader.order.rows} images. A model that sees its images so "
+            "often may learn them by heart: --val with --keep-best keeps the best one."
+        )
     return Plan(
         recipe=recipe,
         method=method,
@@ -125,32 +134,32 @@ def resolve(recipe: Recipe, source: Source, out: Path, options: RunOptions, devi
         best=Best(out, options.keep_best, options.patience, [prefix(one, val) for one in val]),
         file=file,
         chosen=summary(requested, recipe, device, loader.workers, before is not None),
-        notes=[note for note in (frozen, *start.notes(recipe), *loader.notes) if note],
+        notes=list(filter(None, (frozen, often, *start.notes(recipe), *loader.notes))),
     )
 
 
-def open_sources(recipe: Recipe) -> Source:
-    """The training data of a recipe."""
-    return open_data(recipe.data, recipe.model.image.size)
+def open_sources(recipe: Recipe, source: Source | None = None) -> Source:
+    """The training data of a recipe. Args: source: in place of those that it names."""
+    return open_data(recipe.data, recipe.model.image.size, source)
 
 
-def with_length(
-    recipe: Recipe, rows: int, steps: int | None = None, epochs: float | None = None, samples: int | None = None
-) -> Recipe:
-    """The recipe with its number of steps. Raises: ValueError for more than one length, or a length below one step."""
+def with_length(recipe: Recipe, rows: int, most: int = 0, **lengths: float | None) -> Recipe:
+    """The recipe with its number of steps.
+
+    Args: lengths: one of steps, epochs and samples; most: epochs, where there is none. Raises: ValueError for more than
+    one length, or a length below one step.
+    """
     check(recipe)
-    given = {"--steps": steps, "--epochs": epochs, "--samples": samples}
-    lengths = {flag: value for flag, value in given.items() if value is not None}
-    if len(lengths) > 1:
-        raise ValueError(f"{' and '.join(lengths)} both say how long to train: give one of them.")
-    made: float = recipe.steps if steps is None else steps
-    if epochs is not None:
-        made = epochs * steps_per_epoch(rows, recipe.batch)
-    elif samples is not None:
-        made = samples // recipe.batch
+    given = {f"--{name}": value for name, value in lengths.items() if value is not None}
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} both say how long to train: give one of them.")
+    flag, value = next(iter(given.items()), ("", recipe.steps))
+    epoch = rows // recipe.batch
+    made = {"--epochs": value * epoch, "--samples": value // recipe.batch}.get(flag, value)
+    if most and not flag:
+        made = min(made, max(1, most * epoch))
     if not 0.5 < made < math.inf:
-        length = " ".join(f"{flag} {value:g}" for flag, value in lengths.items())
-        raise ValueError(f"{length} is {made:g} steps of batch {recipe.batch} on {rows} images: expected at least 1.")
+        raise ValueError(f"{flag} {value:g} is {made:g} steps of batch {recipe.batch} on {rows} images: expected 1.")
     return replace(recipe, steps=round(made))
 
 
@@ -256,8 +265,7 @@ def visited(recipe: Recipe, source: Source) -> int:
         # a shorter group would shift all later groups across the borders of batches
         f"{source.name}: {n} rows are no multiple of --together {together}": n % together,
     }
-    if told := [message for message, is_wrong in wrong.items() if is_wrong]:
-        raise ValueError(f"{told[0]}.")
+    refuse(wrong)
     return rows or n
 
 
@@ -265,7 +273,7 @@ def _order(recipe: Recipe, source: Source) -> Order:
     rows, together = visited(recipe, source), recipe.data.together
     if together > 1:
         return Order(rows, recipe.batch, recipe.seed, full=0, block=together, group=1)
-    far = any(getattr(part, "remote", False) for part in parts_of(source))
+    far = getattr(source, "remote", False)
     block, group = (8 * BLOCK, GROUP // 8) if far else (BLOCK, GROUP)  # fewer shards at a time: they come whole
     of = len(source) if rows < len(source) else 0
     return Order(rows, recipe.batch, recipe.seed, of=of, block=block, group=group)

@@ -21,7 +21,7 @@ from kiloword.methods.registry import find, preset
 from kiloword.models.states import steps_done
 from kiloword.runs.run import ERROR
 from kiloword.stores.features import FeatureStore
-from kiloword.stores.tokens import ImageTokens, TextTokens, opened
+from kiloword.stores.tokens import token_stores
 from kiloword.training.signals import Stopped
 from kiloword.types import Source
 
@@ -54,8 +54,7 @@ def run_file(recipe: Recipe, source: Source) -> RunFile:
         data_sampled=digests[0],
         features=(
             *(FeatureStore(path).file.origin for path in recipe.data.features),
-            *(store.file.origin for store in opened(recipe.data.image_features, ImageTokens)),
-            *(store.file.origin for store in opened(recipe.data.text_features, TextTokens)),
+            *(store.file.origin for stores in token_stores(recipe.data) for store in stores),
         ),
         model=preset(recipe.method, recipe.settings).shape(recipe.model),
     )

@@ -24,7 +24,7 @@ from kiloword.models.tensors import spec_of
 from kiloword.runs.run import ERROR
 from kiloword.runs.trackers import check_installed
 from kiloword.stores.runs import check_trunk
-from kiloword.stores.tokens import ImageTokens, TextTokens, opened
+from kiloword.stores.tokens import token_stores
 from kiloword.training import engine, start, tuning
 from kiloword.training.log import Log
 from kiloword.training.optimizer import Average, Optimizer
@@ -45,7 +45,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
     recipe, main = plan.recipe, collectives.rank() == 0
     bare = options.parallel == "fsdp" and collectives.ranks() > 1
     learner, started = make_learner(recipe, plan.method, options.trust_code, bare, steps_done(out / "state") > 0)
-    for stores in (opened(recipe.data.image_features, ImageTokens), opened(recipe.data.text_features, TextTokens)):
+    for stores in token_stores(recipe.data):
         check_trunk(learner.model, stores, weights=not holds_run(out), frozen=True)  # else their origins are compared
     learner._apply(lambda x: x if x.is_meta else x.to(device))  # type: ignore[no-untyped-call]
     spread(learner, recipe, options)

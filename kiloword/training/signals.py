@@ -10,7 +10,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -59,7 +58,7 @@ class Stop:
         finally:
             self._at_once = False
 
-    def handle(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int, frame: object) -> None:
         """The handler of SIGTERM, SIGINT and SIGUSR1; the second SIGINT interrupts at once."""
         if number == signal.SIGUSR1:
             self._state = True

@@ -25,6 +25,7 @@ from kiloword.model.image import grid
 from kiloword.model.model import Model
 from kiloword.model.pooling import AttentionalPool, at_least_float
 from kiloword.model.resnet import check_vit
+from kiloword.models.build import empty
 from kiloword.randomness import uniform
 from kiloword.training.engine import replicated
 from kiloword.types import Batch, Encoded, Features, PairBlocks, Pairs, Positives, Rule, Total
@@ -74,7 +75,7 @@ class MainContrast(Contrast):
         """The pair loss of the method, with its positives of these pairs."""
         rule = self.method.positives
         bound = rule.bind(pairs) if isinstance(rule, Rule) else rule
-        counted = _Counted(bound) if isinstance(rule, Rule) and rule.mined else None
+        counted = _Counted(bound) if getattr(rule, "mined", False) else None
         total = self.method.pair_loss(pairs, counted or bound)
         if counted is not None:
             self.mined = counted.share()
@@ -254,9 +255,7 @@ class Learner(nn.Module):
 def learner_of(config: ModelConfig, method: Method, device: str = "meta") -> Learner:
     """The learner of a method with uninitialised parameters; on torch's meta device: shapes without storage."""
     with torch.device(device):
-        shaped = method.shape(config)
-        model = Model(shaped, method.head(shaped), {name: make(shaped) for name, make in method.decoders.items()})
-        return Learner(model, method)
+        return Learner(empty(config, method), method)
 
 
 def backward(

@@ -10,9 +10,10 @@ from pathlib import Path
 from torch.distributed.tensor import DTensor
 
 from kiloword.config.recipes import Recipe
+from kiloword.errors import refuse
 from kiloword.model import adapters
 from kiloword.model.adapters import MARK
-from kiloword.model.layers import depths, layers_of, trunk_layers
+from kiloword.model.blocks import depths, layers_of, trunk_layers
 from kiloword.model.model import Model
 from kiloword.models.tensors import open_tensors
 from kiloword.training.optimizer import Optimizer
@@ -32,7 +33,7 @@ def frozen(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _trunks(recipe: Recipe) -> list[str]:
-    return [tower for tower in TOWERS if getattr(recipe.model, tower).trunk.name]
+    return [tower for tower in TOWERS if (trunk := getattr(recipe.model, tower).trunk).name and not trunk.whole]
 
 
 def check(recipe: Recipe) -> None:
@@ -49,8 +50,7 @@ def check(recipe: Recipe) -> None:
         and lora.save == "apart"
         and recipe.init is None,
     }
-    if told := [message for message, is_wrong in wrong.items() if is_wrong]:
-        raise ValueError(f"{'; '.join(told)}.")
+    refuse(wrong)
 
 
 def reason(recipe: Recipe) -> str:

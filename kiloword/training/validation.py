@@ -17,21 +17,22 @@ from kiloword.api import Matcher
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import Recipe
 from kiloword.data.edits import Selection
+from kiloword.data.joins import spread
 from kiloword.data.open import open_source
 from kiloword.data.reading import captions_at
 from kiloword.data.stored import WithTokens
 from kiloword.distributed import collectives
 from kiloword.distributed.device import precision_of
 from kiloword.distributed.sharing import alone, gathered, lockstep, sharing
-from kiloword.errors import count, suggestion
+from kiloword.errors import count, refuse, suggestion
 from kiloword.evaluation import evaluate, find
-from kiloword.evaluation.caption import CaptionOptions
 from kiloword.evaluation.task import TOKEN_TASKS
+from kiloword.evaluation.tasks import CaptionOptions
 from kiloword.files import SaveError, atomic, write_json
 from kiloword.methods.registry import preset
 from kiloword.runs.rows import read_metrics
 from kiloword.runs.run import MAIN, read_best
-from kiloword.stores.tokens import FoundImages, ImageTokens, TextTokens, TokenizerWithTokens, opened
+from kiloword.stores.tokens import FoundImages, TokenizerWithTokens, token_stores
 from kiloword.types import BadSample, Source
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def open_sets(words: Sequence[str], asks: bool, size: int | None, flag: str) -> 
 
 
 def _has_captions(source: Source) -> bool:
-    for row in range(0, len(source), max(1, len(source) // TRIED))[:TRIED]:
+    for row in spread(len(source), TRIED):
         with suppress(BadSample):
             if captions_at(source, row):
                 return True
@@ -145,17 +146,15 @@ def direction(metric: str) -> int:
 def check_best(options: RunOptions, recipe: Recipe) -> None:
     """Raises: ValueError for options of validation that need others, or exclude each other."""
     often = options.eval_every or options.eval_epochs
-    for wrong, message in (
-        (options.eval_every and options.eval_epochs, "--eval-every and --eval-epochs exclude each other: give one."),
-        (
-            (often or options.keep_best) and not recipe.data.val,
-            "--keep-best and --eval-every need data: add --val SRC.",
-        ),
-        (options.patience and not options.keep_best, "--patience needs a metric: name it by --keep-best."),
-        (options.patience and not often, "--patience needs more than one validation: add --eval-every STEPS."),
-    ):
-        if wrong:
-            raise ValueError(message)
+    refuse(
+        {
+            "--eval-every and --eval-epochs exclude each other: give one": options.eval_every and options.eval_epochs,
+            "--keep-best and --eval-every need data: add --val SRC": (often or options.keep_best)
+            and not recipe.data.val,
+            "--patience needs a metric: name it by --keep-best": options.patience and not options.keep_best,
+            "--patience needs more than one validation: add --eval-every STEPS": options.patience and not often,
+        }
+    )
 
 
 def logged(out: Path, step: int) -> dict[str, float]:
@@ -174,14 +173,16 @@ class Best:
     """
 
     def __init__(self, out: Path, keep: str, patience: int, starts: Sequence[str] = ("val/",)) -> None:
-        self.out, self.metric, self.patience = out, keep and f"val/{keep.removeprefix('val/')}", patience
-        self.way = max(
-            (direction(self.metric.removeprefix(s)) for s in starts if self.metric.startswith(s)), key=abs, default=0
-        )
+        self.out, self.patience = out, patience
+        named = [(m, s) for m in (keep, f"val/{keep}") for s in starts if m.startswith(s)]
+        ways = [(m, direction(m.removeprefix(s))) for m, s in named]
+        self.metric, self.way = next((found for found in ways if found[1]), ("", 0))
         if keep and not self.way:
+            metric = keep.rpartition("/")[2] if direction(keep) else "mean_recall@1"
+            usable = " or ".join(f"{start.removeprefix('val/')}{metric}" for start in starts)
             raise ValueError(
-                f"--keep-best {keep}: expected a metric of the validation that is better higher or lower, such as "
-                "mean_recall@1 or acc1."
+                f"--keep-best {keep}: expected a metric of {'one set of ' * (len(starts) > 1)}--val that is better "
+                f"higher or lower, such as {usable}."
             )
         self.step: int | None = None  # of the best validation
         self.value = 0.0
@@ -261,7 +262,7 @@ def first_look(run: Run) -> None:
     """
     few = list[ValSet]()
     for one in run.val:
-        rows = np.linspace(0, len(one.source) - 1, min(FEW, len(one.source))).astype(np.int64)
+        rows = np.array(spread(len(one.source), FEW))
         few.append(replace(one, source=Selection(one.source, one.source.name, one.source.fingerprint, rows)))
     if few and (metrics := _metrics(run, few)) and run.best.metric:
         run.best.of(metrics)
@@ -287,10 +288,9 @@ def _metrics(run: Run, sets: Sequence[ValSet]) -> dict[str, float]:
     precision: Any = precision_of(run.recipe.precision, "cuda") if run.device.type == "cuda" else nullcontext
     run.learner.eval()
     with run.average.in_place(run.learner), sharing(lockstep=sharded), precision():
-        folders = run.recipe.data.image_features, run.recipe.data.text_features
-        stored = ((), ()) if lockstep() else folders  # ranks with shares of the weights all run the trunk
-        images = [store for store in opened(stored[0], ImageTokens) if not store.file.augmented]
-        texts = opened(stored[1], TextTokens)
+        # ranks with shares of the weights all run the trunk
+        stored, texts = ([], []) if lockstep() else token_stores(run.recipe.data)
+        images = [store for store in stored if not store.file.augmented]
         tokenizer = TokenizerWithTokens(run.tokenizer, texts) if texts else run.tokenizer
         matcher = Matcher(run.learner.model, tokenizer, run.learner.method)
         for one in sets:

@@ -35,12 +35,15 @@ class MethodChoice(NamedTuple):
     settings: dict[str, Any] | None = None
 
 
-def slots_of(method: str | MethodChoice) -> Method:
+Chosen = str | MethodChoice
+
+
+def slots_of(method: Chosen) -> Method:
     """The method of a name or choice."""
     return preset(*((method,) if isinstance(method, str) else method))
 
 
-def config(trunks: Trunks = "none", method: str | MethodChoice = "siglip") -> ModelConfig:
+def config(trunks: Trunks = "none", method: Chosen = "siglip") -> ModelConfig:
     """A model small enough for seconds; with trunks below both towers, if the method needs no text tower of its own."""
     small = sizes()["debug"]
     image, text = replace(small.image, init_std=0.1), replace(small.text, init_std=0.1)
@@ -55,7 +58,7 @@ def batch(
     first: int = 0,
     end: int = IMAGES,
     order: Sequence[int] | None = None,
-    method: str | MethodChoice = "siglip",
+    method: Chosen = "siglip",
     trunks: Trunks = "none",
 ) -> Batch:
     """Images `first` to `end` of a fixed batch, with one to three captions of two to nine tokens each.

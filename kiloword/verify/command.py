@@ -25,7 +25,9 @@ class Verify(BaseSettings):
 
     common: ClassVar[dict[str, str]] = {"checks": "ranks trunks"}
 
-    ranks: tuple[Literal[1, 2, 4], ...] = setting((1, 2, 4), "numbers of processes to compare")
+    ranks: tuple[Literal[1, 2, 4], ...] = setting(
+        (1, 2, 4), "numbers of processes to compare; 1 alone: no comparison of processes"
+    )
     trunks: Literal["none", "cached", "frozen", "tuned"] = setting(
         "none", "put the towers on trunks of other libraries with random weights: frozen, tuned, or with cached tokens"
     )
@@ -51,6 +53,8 @@ class Conformity:
             result, where = ("ok  ", "") if check.passed else ("FAIL", f"  {check.where}")
             say(f"{result}  {check.name:48s} {check.value:9.2e}  (at most {check.limit:g}){where}")
             failed += [] if check.passed else [check.name]
+        if self.options.ranks == (1,):
+            say("one process: whether several agree was not checked, which --ranks 1 2 does")
         if failed:
             raise ValueError(f"{self.method} fails {len(failed)} of its checks: {', '.join(failed)}.")
 

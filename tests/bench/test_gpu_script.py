@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from modules import module_at
+from commands import module_at
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,13 +59,6 @@ def test_commands_of_every_part_exist(gpu: ModuleType, tmp_path: Path, capsys: p
     assert sum("eval caption" in name for name in names) == 2
 
 
-def test_steps_fit_ten_minutes(gpu: ModuleType, tmp_path: Path) -> None:
-    """Were each to take its limit, what is quoted first would still be made."""
-    runs = list(here(gpu, tmp_path).runs("ten-minutes"))
-    assert sum(run.limit for run in runs[:5]) < 560
-    assert [run.name.split()[0] for run in runs[:2]] == ["device_check", "syncs"]
-
-
 def row(file: Path) -> dict[str, Any]:
     last: dict[str, Any] = json.loads(file.read_text().splitlines()[-1])
     return last
@@ -88,20 +80,17 @@ def test_the_same_call_goes_on(gpu: ModuleType, tmp_path: Path, capsys: pytest.C
     assert len(file.read_text().splitlines()) == 3  # what failed was made again, what succeeded was not
     assert gpu.go(runs_of(gpu, code[0]), gpu.Results(file, "def"), 100, tmp_path)  # of other code, so again
     assert row(file)["commit"] == "def"
-
-
-def test_experiments_are_called_again(gpu: ModuleType, tmp_path: Path) -> None:
-    for _ in range(2):
-        assert gpu.go(runs_of(gpu, "pass", again=True), gpu.Results(tmp_path / "rows", None), 100, tmp_path)
-    assert len((tmp_path / "rows").read_text().splitlines()) == 2
+    for lines in (5, 6):  # an experiment goes on by itself: it is called again
+        assert gpu.go(runs_of(gpu, "pass", again=True), gpu.Results(file, "ghi"), 100, tmp_path)
+        assert len(file.read_text().splitlines()) == lines
 
 
 def test_what_cannot_be_run_is_skipped(gpu: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = gpu.Results(tmp_path / "rows", None)
     assert gpu.go(runs_of(gpu, "pass", needs=(tmp_path / "photos",)), results, 100, tmp_path)
-    assert f"skipped: run 0: there is no {tmp_path / 'photos'}; set --data" in capsys.readouterr().out
+    assert f"skipped: run 0: there is no {tmp_path / 'photos'}" in capsys.readouterr().out
     assert gpu.go(runs_of(gpu, "pass"), results, 9, tmp_path)
-    assert "the 9 seconds are used up; the same call goes on" in capsys.readouterr().out
+    assert "9 seconds" in capsys.readouterr().out
     assert not results.file.exists()
 
 
@@ -152,28 +141,6 @@ def test_a_run_that_takes_too_long_ends_with_all_it_started(
     assert (tmp_path / "same").read_text() == "saved"
 
 
-def test_an_interrupt_ends_all(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sessions.GRACE_S", 3.0)
-    main = threading.get_ident()
-    pids = []
-
-    def interrupt() -> None:
-        pids.extend(begun(tmp_path))
-        signal.pthread_kill(main, signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
-    try:
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):
-            gpu.make(gpu.Run("interrupted", 60, ["-c", FAMILY, f"{tmp_path}"]), 60, tmp_path)
-        thread.join()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert living(pids) == []
-    assert (tmp_path / "same").read_text() == "saved"
-
-
 def test_rows_of_a_training_run(gpu: ModuleType, tmp_path: Path) -> None:
     """Those that it has written itself: its folder may hold a run that other code has finished."""
     metrics = tmp_path / "metrics.jsonl"
@@ -187,53 +154,6 @@ def test_rows_of_a_training_run(gpu: ModuleType, tmp_path: Path) -> None:
     with metrics.open("a") as file:
         file.write('{"step": 4, "pairs_p')  # SIGKILL at the limit
     assert gpu.result(run, "{}", 100.0)["step"] == 3
-
-
-def test_old_training_is_not_the_result_of_new_code(gpu: ModuleType, tmp_path: Path) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text('{"step": 9, "pairs_per_s": 5, "time": 1700000000.0}\n')
-    made = gpu.make(gpu.Run("train", 60, ["-c", "print('nothing to do')"], metrics=metrics), 60, tmp_path)
-    assert (made["status"], made["result"]) == (0, None)
-    code = f"import json, time; open({str(metrics)!r}, 'a').write(json.dumps(dict(pairs_per_s=6, time=time.time())))"
-    made = gpu.make(gpu.Run("train", 60, ["-c", code], metrics=metrics), 60, tmp_path)
-    assert made["result"]["pairs_per_s"] == 6
-
-
-def test_a_torn_line_loses_no_other(gpu: ModuleType, tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"run": "run 0", "status": 0, "commit": "abc"}\n{"run": "run 1", "sta')
-    results = gpu.Results(file, "abc")
-    assert results.done == {"run 0"}
-    results.add({"run": "run 2", "status": 0})
-    assert gpu.Results(file, "abc").done == {"run 0", "run 2"}
-
-
-def test_code_without_git(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpu.commit_of(None) is None
-    assert gpu.commit_of("v1") == "v1"
-
-
-def test_each_edit_is_a_commit_of_its_own(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gpu, "ROOT", tmp_path)
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
-    code = tmp_path / "kiloword" / "a.py"
-    code.parent.mkdir()
-    code.write_text("a = 1")
-    git = ["git", "-C", f"{tmp_path}", "-c", "user.name=a", "-c", "user.email=a@b"]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
-        subprocess.run([*git, *words], check=True)
-    clean = gpu.commit_of(None)
-    assert len(clean) == 40
-    (tmp_path / "notes.md").write_text("what ran")  # not code
-    assert gpu.commit_of(None) == clean
-    seen = [clean]
-    for path, text in (("a.py", "a = 2"), ("a.py", "a = 3"), ("new.py", "b = 1"), ("new.py", "b = 2")):
-        code.with_name(path).write_text(text)
-        seen.append(gpu.commit_of(None))
-        assert seen[-1] == gpu.commit_of(None)
-        assert seen[-1].startswith(f"{clean}+")
-    assert len(set(seen)) == 5
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ def test_a_series_stops_before_what_takes_too_long() -> None:
     assert growth.too_much(quadratic[:1], 10_000, seconds=1, gb=1) == ""  # one point has no slope
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_what_a_point_takes_beyond_the_least(tmp_path: Path) -> None:
     """In a process of its own: one that has trained keeps memory that it freed, and uses it again."""

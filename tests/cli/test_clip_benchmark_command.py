@@ -10,27 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
+from folders import model_folder
 from kiloword.cli.clip_benchmark import load_kiloword
 from kiloword.cli.main import main
-from kiloword.config.recipes import ModelFile, sizes
-from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.methods.registry import preset
-from kiloword.models.build import build
-from kiloword.models.model_folder import save_model
-
-
-def saved(folder: Path) -> Path:
-    model = build(sizes()["debug"], preset("siglip"), seed=1)
-    words = Tokenizer.train(["a photo of a dog on grass", "two cats"], 300)
-    save_model(folder, model, words, ModelFile(method="siglip", settings={}, model=model.config))
-    return folder
 
 
 def test_what_it_gets(tmp_path: Path) -> None:
-    from PIL import Image
-
-    folder = saved(tmp_path / "model")
+    folder = model_folder(tmp_path / "model")
     model, transform, tokenizer = load_kiloword("kiloword", str(folder), device="cpu")
     with torch.no_grad():
         images = model.eval().encode_image(transform(Image.new("RGB", (50, 40), "red"))[None])
@@ -45,7 +33,7 @@ def test_what_it_gets(tmp_path: Path) -> None:
 def test_its_command_finds_our_digits(shared: Path, tmp_path: Path) -> None:
     for package in ("clip_benchmark", "webdataset", "requests", "sklearn", "pycocoevalcap"):
         pytest.importorskip(package, reason=f"CLIP_benchmark's command imports {package}")
-    model, data = saved(tmp_path / "model"), shared / "wds_cifar10"
+    model, data = model_folder(tmp_path / "model"), shared / "wds_cifar10"
     command = [sys.executable, "-m", "kiloword.cli.clip_benchmark", "eval", "--model_type", "kiloword", "--no_amp"]
     command += ["--model", "kiloword", "--pretrained", str(model), "--dataset", "wds/cifar10"]
     command += ["--dataset_root", str(data), "--num_workers", "0", "--output", str(tmp_path / "theirs.json")]

@@ -11,7 +11,7 @@ from kiloword.cli.describe import extras, parameters, slots
 from kiloword.cli.main import main
 from kiloword.config.recipes import sizes
 from kiloword.distributed.device import cores
-from kiloword.methods.registry import components, names, preset
+from kiloword.methods.registry import PRESETS, components, preset
 from kiloword.models.build import build
 
 
@@ -29,11 +29,11 @@ def test_sizes_name_every_size(capsys: pytest.CaptureFixture[str]) -> None:
 def test_methods_name_every_preset_and_component(capsys: pytest.CaptureFixture[str]) -> None:
     main(["methods"])
     lines = capsys.readouterr().out.splitlines()
-    rows = {line.split()[0]: re.split(r"\s{2,}", line.strip()) for line in lines[len(names()) + 1 :]}
-    for name, line in zip(names(), lines[1:], strict=False):
+    rows = {line.split()[0]: re.split(r"\s{2,}", line.strip()) for line in lines[len(PRESETS) + 1 :]}
+    for name, line in zip(PRESETS, lines[1:], strict=False):
         assert re.split(r"\s{2,}", line.strip()) == [word for word in slots(preset(name)).values() if word]
     assert all(rows[name] == [name, one.slot, one.summary] for name, one in components().items())
-    found = {name: slots(preset(name)) for name in names()}
+    found = {name: slots(preset(name)) for name in PRESETS}
     stated = {"prolip": "uncertainty gaussian", "vqa": "pair loss ", "clip-c": "transforms compose"}
     stated |= {"llip": "pooling contextual", "sycoca": "terms caption, mim", "fff": "captions all"}
     for method, words in {**stated, "siglip": "positives annotated"}.items():
@@ -48,3 +48,4 @@ def test_doctor_says_what_is_here(capsys: pytest.CaptureFixture[str], monkeypatc
     assert "OMP_WAIT_POLICY=ACTIVE" in output
     assert f"{torch.get_num_threads()} of torch on {cores()} cores" in output
     assert extras()["fast"]["simplejpeg"]
+    assert "extra fast" in output

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -47,23 +48,20 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("w") / NAME
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KILOWORD_CACHE", str(folder / "cache"))
-        members = {}
-        for n in range(6):
-            members |= {f"{n}{EVIL}.png": photo(n), f"{n}{EVIL}.txt": f"{EVIL} dog {n}".encode(errors="replace")}
-            members[f"{n}{EVIL}.cls"] = str(n % 2).encode()
-        bad = f"6{BYTES}{EVIL}"
-        members |= {f"{bad}.png": b"no image", f"{bad}.txt": b"x", f"{bad}.cls": b"0"}
-        write_tar(folder / "data" / f"{NAME}.tar", members)
-        (folder / "data" / "classnames.txt").write_text(
-            "\n".join(EVIL.replace("\n", "\v") + c for c in "ab"), errors="replace"
-        )
-        (folder / "photo.png").write_bytes(photo())
-        (folder / f"{NAME[:60]}.png").write_bytes(photo())
-        yield World(folder, _model(folder / "model"))
+    members = {}
+    for n in range(6):
+        members |= {f"{n}{EVIL}.png": photo(n), f"{n}{EVIL}.txt": f"{EVIL} dog {n}".encode(errors="replace")}
+        members[f"{n}{EVIL}.cls"] = str(n % 2).encode()
+    bad = f"6{BYTES}{EVIL}"
+    members |= {f"{bad}.png": b"no image", f"{bad}.txt": b"x", f"{bad}.cls": b"0"}
+    write_tar(folder / "data" / f"{NAME}.tar", members)
+    classes = "\n".join(EVIL.replace("\n", "\v") + c for c in "ab")
+    (folder / "data" / "classnames.txt").write_text(classes, errors="replace")
+    for name in ("photo", NAME[:60]):
+        (folder / f"{name}.png").write_bytes(photo())
+    return World(folder, _model(folder / "model"))
 
 
 def _model(folder: Path) -> Path:
@@ -74,16 +72,11 @@ def _model(folder: Path) -> Path:
     return folder
 
 
-def _damaged(world: World, kind: str) -> str:
+def _damaged(world: World, **change: object) -> str:
     """A model folder whose config.json holds something hostile."""
-    folder = world.folder / kind
-    if not folder.is_dir():
-        folder.mkdir()
-        for file in world.model.iterdir():
-            (folder / file.name).write_bytes(file.read_bytes())
-        config = json.loads((folder / "config.json").read_text())
-        changed = {"key": {EVIL: 1}, "method": {"method": EVIL}}[kind]
-        (folder / "config.json").write_text(json.dumps(config | changed))
+    folder = Path(shutil.copytree(world.model, world.folder / "damaged", dirs_exist_ok=True))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
     return str(folder)
 
 
@@ -136,8 +129,8 @@ ATTACKS: dict[str, tuple[int, Attack]] = {
     "caption": (0, lambda w: ["caption", w / MODEL, "--data", w / "data", "--out", w / "c.parquet", *OWN]),
     "watch": (0, lambda w: ["watch", _run(w), "--once"]),
     "compare": (2, lambda w: ["compare", _run(w)]),
-    "unknown key": (2, lambda w: ["score", _damaged(w, "key"), "--images", w / "photo.png", "--texts", "a"]),
-    "model's method": (2, lambda w: ["score", _damaged(w, "method"), "--images", w / "photo.png", "--texts", "a"]),
+    "unknown key": (2, lambda w: ["score", _damaged(w, **{EVIL: 1}), "--images", w / "photo.png", "--texts", "a"]),
+    "model's method": (2, lambda w: ["score", _damaged(w, method=EVIL), "--images", w / "photo.png", "--texts", "a"]),
     "method": (2, lambda w: ["train", EVIL, "--out", w / "r"]),
     "verb": (2, lambda w: [EVIL]),
     "verify": (2, lambda w: ["verify", EVIL]),

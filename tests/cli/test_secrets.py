@@ -120,6 +120,7 @@ def commands(out: Path, server: Guarded) -> dict[str, list[str]]:
 REFUSED = {"score", "push", "classify", "index", "search", "serve", "import", "verify", "quickstart"}
 
 
+@pytest.mark.slow
 def test_no_verb_writes_or_prints_a_secret(server: Guarded, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     todo = commands(tmp_path, server)
     assert set(todo) == {verb for group in VERBS.values() for verb in group}, "a verb that this test does not know"

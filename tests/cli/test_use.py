@@ -11,22 +11,15 @@ from PIL import Image
 from torch import Tensor
 
 import kiloword
-from kiloword.api import Matcher
+from commands import refused, said
+from folders import model_folder
 from kiloword.cli.main import main
-from kiloword.config.recipes import ModelFile, sizes
-from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.methods.registry import preset
 from kiloword.model.heads import Single, unit
-from kiloword.models.build import build
-from kiloword.models.model_folder import save_model
 from kiloword.types import Features
 
 NAMES = ["circle", "square", "star"]
 BAD = "bad\x1b.png"
-
-
-def matcher(method: str = "clip") -> Matcher:
-    return Matcher(build(sizes()["debug"], preset(method), seed=1), Tokenizer.train(NAMES, 300))
+Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +27,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two models, a folder of photos with subfolders and what is no photo, and a bad image."""
     place = tmp_path_factory.mktemp("use")
     for method in ("clip", "prolip"):
-        model = matcher(method)
-        file = ModelFile(method=method, settings={}, model=model.model.config)
-        save_model(place / method, model.model, model.tokenizer, file)
+        model_folder(place / method, method)
     for n, name in enumerate(("a.png", "b.jpg", "2024/c.png", "2025/c.png", ".hidden/d.png")):
         (place / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (40, 30), (60 * n, 10, 99)).save(place / "photos" / name)
@@ -46,23 +37,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    main([str(word) for word in words])
-    return capsys.readouterr().out
-
-
-def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    with pytest.raises(SystemExit) as end:
-        main([str(word) for word in words])
-    output = capsys.readouterr()
-    assert end.value.code == 2
-    assert not output.out
-    return output.err
-
-
-def test_scores_are_the_matchers_and_a_folder_stands_for_its_images(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_scores_are_the_matchers_and_a_folder_stands_for_its_images(place: Path, capsys: Capture) -> None:
     photos = place / "photos"
     each = [photos / name for name in ("2024/c.png", "2025/c.png", "a.png", "b.jpg")]
     whole = said(capsys, "score", place / "clip", "--images", photos, "--texts", *NAMES)
@@ -80,19 +55,17 @@ def test_scores_are_the_matchers_and_a_folder_stands_for_its_images(
     assert len(huge) < 50_000
 
 
-def test_scores_by_distance_need_gaussians(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scores_by_distance_need_gaussians(place: Path, capsys: Capture) -> None:
     words = ["--images", place / "photos" / "a.png", "--texts", "a red circle"]
-    own, csd, cosine = (
-        said(capsys, "score", place / "prolip", *words, *more)
-        for more in ((), ("--nearest", "csd"), ("--nearest", "cosine"))
-    )
+    own = said(capsys, "score", place / "prolip", *words)
+    csd, cosine = (said(capsys, "score", place / "prolip", *words, "--nearest", by) for by in ("csd", "cosine"))
     assert own == csd
     expected = kiloword.load(place / "prolip").score([place / "photos" / "a.png"], ["a red circle"], "cosine")
     assert f"{float(expected):.3f}" in cosine
     assert "not Gaussian" in refused(capsys, "score", place / "clip", *words, "--nearest", "csd")
 
 
-def test_classes_are_the_matchers(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_classes_are_the_matchers(place: Path, capsys: Capture) -> None:
     out, photos = place / "classes.json", [place / "photos" / name for name in ("a.png", "b.jpg")]
     words = ["classify", place / "clip", "--images", *photos, place / BAD, "--classes", *NAMES]
     main([*map(str, words), "--top", "2", "--batch", "2", "--json", str(out)])
@@ -117,7 +90,7 @@ def test_classes_are_the_matchers(place: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "says"),
     [
         ("score --texts a --explain-what maps", "--explain"),
         ("score --texts a --explain out --explain-what words", "no text decoder"),
@@ -136,19 +109,18 @@ def test_classes_are_the_matchers(place: Path, capsys: pytest.CaptureFixture[str
     ],
 )
 def test_refused_before_anything_is_printed(
-    words: str,
-    message: str,
-    place: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: str, says: str, place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     verb, *flags = words.split()
     flags = [{"EMPTY": "empty", "BAD": str(place / BAD)}.get(flag, flag) for flag in flags]
     images = [] if "--images" in flags else ["--images", place / "photos"]
-    assert message in refused(capsys, verb, place / "clip", *images, *flags)
+    with pytest.raises(SystemExit) as end:
+        main([verb, str(place / "clip"), *map(str, images), *flags])
+    output = capsys.readouterr()
+    assert (end.value.code, output.out) == (2, "")
+    assert says in output.err
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
@@ -160,8 +132,8 @@ class PowerMean(Single):
         return {"vec": unit(self.project_image_tokens(patches.pow(3).mean(1)))}
 
 
-def test_maps_of_a_pooling_of_patches_are_the_falls_of_its_score() -> None:
-    model, captions = matcher(), ["a red circle", "two blue squares"]
+def test_maps_of_a_pooling_of_patches_are_the_falls_of_its_score(place: Path) -> None:
+    model, captions = kiloword.load(place / "clip"), ["a red circle", "two blue squares"]
     own = PowerMean(model.model.config)
     own.load_state_dict(model.model.head.pooling.state_dict())  # type: ignore[attr-defined]
     model.model.head.pooling = own

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from encoders import write_encoder
-from folders import model_folder
-from kiloword.cli.main import main
+from commands import refused, said
+from folders import model_folder, write_encoder
 from kiloword.config import papers
 from kiloword.config.papers import RecipeValue, fill, read
 from kiloword.config.settings import check, leaves
@@ -20,18 +19,13 @@ from kiloword.methods.registry import preset
 from kiloword.model.trunks.lite import EfficientNetLite
 from kiloword.training.run_folder import RunFile, read_config
 from paper_values import VALUES
-from photo_folders import refused
 
-FLAGS = "--size debug --batch 8 --steps 2 --data scenes?n=16 --tokenizer own --vocab 300"
-DEBUG = FLAGS.split()
+RUN = ["--size", "debug", "--batch", "8", "--steps", "2", "--data", "scenes?n=16", "--vocab", "300"]
+DEBUG = [*RUN, "--tokenizer", "own"]
 
 
 def values(name: str) -> dict[str, RecipeValue]:
     return papers.expanded(papers.load(name))
-
-
-def run(*words: object) -> None:
-    main([str(word) for word in words])
 
 
 @pytest.mark.parametrize("name", papers.names())
@@ -77,17 +71,16 @@ def test_inheritance() -> None:
 @pytest.mark.slow
 def test_train_by_name_at_debug_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("train", "--recipe", "llip-b32", *DEBUG, "--out", tmp_path / "run")
-    run(*words)
-    assert "--size debug replaces the towers of the recipe" in capsys.readouterr().out
+    assert "--size debug" in said(capsys, *words)
     recipe = read_config(tmp_path / "run" / "config.json", RunFile).recipe
     assert (recipe.method, recipe.size, recipe.batch, recipe.steps) == ("llip", "debug", 8, 2)
     assert (recipe.model.image.size, recipe.model.image.activation) == (32, "gelu")
     assert (recipe.settings["k"], recipe.optim.beta2, recipe.precision) == (64, 0.95, "bf16")
-    run(*words)  # resumes
+    said(capsys, *words)  # resumes
     # the same run again from its config.json, whose values flags override
     config = tmp_path / "run" / "config.json"
-    run("train", "--config", config, "--out", tmp_path / "run")
-    run("train", "--config", config, "--out", tmp_path / "other", "--settings.k", "4", "--steps", "1")
+    said(capsys, "train", "--config", config, "--out", tmp_path / "run")
+    said(capsys, "train", "--config", config, "--out", tmp_path / "other", "--settings.k", "4", "--steps", "1")
     other = read_config(tmp_path / "other" / "config.json", RunFile).recipe
     assert other == replace(recipe, settings=recipe.settings | {"k": 4}, steps=1)
 
@@ -95,16 +88,15 @@ def test_train_by_name_at_debug_size(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_recipe_starts_from_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The initialisation of SyCoCa's recipes is not of a model that brings its weights, unless a flag asks for it."""
     init = ("--init", model_folder(tmp_path / "m"))
-    words = ("train", "--recipe", "sycoca-cc3m", *init, *DEBUG[2:-2], "--out", tmp_path)
-    run(*words, "--dry-run")
-    assert "here 0; section 4.1: all parameters of mean 0" in capsys.readouterr().out
+    words = ("train", "--recipe", "sycoca-cc3m", *init, *RUN[2:-2], "--tokenizer", "own", "--out", tmp_path)
+    assert "here 0; section 4.1" in said(capsys, *words, "--dry-run")
     assert "--model.init-std" in refused(capsys, *words, "--model.init-std", "0.1")
 
 
 def test_dry_run_prints_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run("train", "llip+compose", "--recipe", "llip-b32", "--dry-run", *DEBUG, "--settings.k", "4")
-    lines = capsys.readouterr().out.splitlines()
+    words = ("train", "llip+compose", "--recipe", "llip-b32", "--dry-run", *DEBUG, "--settings.k", "4")
+    lines = said(capsys, *words).splitlines()
     found = {line.split()[0]: line.split(maxsplit=2)[1:] for line in lines if line.startswith("  ")}
     assert found["optim.beta2"] == ["0.95", "section 4; appendix A"]
     assert found["settings.k"] == ["64", "here 4; table 1; table 5 has 128"]
@@ -165,61 +157,57 @@ def test_each_recipe_dry_runs(name: str, tmp_path: Path, capsys: pytest.CaptureF
         save_file(EfficientNetLite("efficientnet-lite0").state_dict(), tmp_path / "lite0.safetensors")
         words += ["--image-tower", f"efficientnet-lite0:{tmp_path / 'lite0.safetensors'}"]
     data = ["--data", "scenes?n=8", "--tokenizer", "own", "--batch", "8"]
-    run("train", "--recipe", name, "--dry-run", "--out", tmp_path / "run", *data, *words)
-    lines = capsys.readouterr().out.splitlines()
+    lines = said(capsys, "train", "--recipe", name, "--dry-run", "--out", tmp_path / "run", *data, *words).splitlines()
     printed = {line.split()[0] for line in lines if line.startswith("  ")}
     assert set(values(name)) <= printed
 
 
 def test_listed_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("recipes")
-    listed = capsys.readouterr().out
+    listed = said(capsys, "recipes")
     assert all(name in listed for name in papers.names())
-    run("recipes", "show", "llip-b32", "--json", tmp_path / "r.json")
+    said(capsys, "recipes", "show", "llip-b32", "--json", tmp_path / "r.json")
     written = json.loads((tmp_path / "r.json").read_text())
     assert written["values"]["settings.k"] == {"value": 64, "source": "table 1; table 5 has 128", "open": ""}
     assert written["plan"]["gpus"]["value"] == 128
 
 
 BAD_FLAGS = {
-    "--recipe llip-b23": "unknown recipe 'llip-b23'",
+    "--recipe llip-b23": "llip-b23",
     "--recipe b16-12.8b": "Did you mean prolip-b16-12.8b?",
-    "siglip --recipe llip-b32": "llip-b32 is a recipe of llip",
-    "--recipe paper": "METHOD first",
-    "clip --recipe paper": "choose clip-cc3m or",
-    "--recipe llip-b32 --config x.toml": "both given",
-    "--config missing.toml": "missing.toml is no file",
-    "--config .": "is no file",
+    "siglip --recipe llip-b32": "llip-b32",
+    "--recipe paper": "METHOD",
+    "clip --recipe paper": "clip-cc3m",
+    "--recipe llip-b32 --config x.toml": "both",
+    "--config missing.toml": "missing.toml",
+    "--config .": "no file",
 }
-
-
-@pytest.mark.parametrize("words", BAD_FLAGS)
-def test_bad_flags(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert BAD_FLAGS[words] in refused(capsys, "train", *words.split(), "--out", "runs/none")
-    assert not Path("runs/none").exists()
-
-
 BAD_FILES = {
-    "bacth = 3": "unknown setting 'bacth'",
-    'base = "llip-b23"': "its base is 'llip-b23'",
-    "base = 3": "its base is '3'",
-    'batch = "many"': "batch: input should be a valid integer",
-    "batch = -3": "batch is -3: expected at least 1",
-    "[settings]\nkk = 3": "unknown setting 'settings.kk'",
+    "bacth = 3": "bacth",
+    'base = "llip-b23"': "llip-b23",
+    "base = 3": "base is '3'",
+    'batch = "many"': "batch",
+    "batch = -3": "batch is -3",
+    "[settings]\nkk = 3": "settings.kk",
     "steps = 3\nepochs = 1": "steps and epochs",
-    "epochs = true": "epochs: input should be a valid number",
-    "samples = 2.5": "samples: input should be a valid integer",
-    'method = "mine:preset"': "give it as METHOD if you trust it",
-    'size = "huge"': "unknown size 'huge'",
-    "batch = ": "is no recipe",
-    "a = " + "[" * 3000: "is no recipe",
-    '{"format": "kiloword-model-1", "method": "clip"}': "one folder above",
+    "epochs = true": "epochs",
+    "samples = 2.5": "samples",
+    'method = "mine:preset"': "trust",
+    'size = "huge"': "huge",
+    "batch = ": "no recipe",
+    "a = " + "[" * 3000: "no recipe",
+    '{"format": "kiloword-model-1", "method": "clip"}': "folder above",
 }
 
 
-@pytest.mark.parametrize(("text", "message"), BAD_FILES.items(), ids=lambda text: text[:30])
-def test_bad_files(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("words", "says"), BAD_FLAGS.items())
+def test_bad_flags(words: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert says in refused(capsys, "train", *words.split(), "--out", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("text", "says"), BAD_FILES.items(), ids=lambda text: text[:30])
+def test_bad_files(text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / ("mine.json" if text[0] == "{" else "mine.toml")
     path.write_text(text if "method" in text or "base" in text else f'method = "llip"\n{text}')
-    assert message in refused(capsys, "train", "--config", path, "--out", tmp_path / "run")
+    assert says in refused(capsys, "train", "--config", path, "--out", tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from commands import torchrun
 from kiloword.training.log import read_metrics
 from tars import pairs, write_tar
-from torchrun import torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -54,14 +54,14 @@ def test_damaged_samples_are_counted_exactly(shards: Path, tmp_path: Path) -> No
         assert run.returncode == 0, run.stderr[-3000:]
         steps.append([(row["skipped"], row["loss"]) for row in read_metrics(tmp_path / f"{ranks}" / "metrics.jsonl")])
         assert (len(steps[-1]), steps[-1][-1][0]) == (STEPS, len(BAD))
-        found = re.findall(r"skipped (\d{4}): (.*)", run.stderr)
-        assert sorted(int(row) for row, _ in found) == sorted(BAD)
-        assert all(re.fullmatch(BAD[int(row)], reason.strip()) for row, reason in found), found
+        found = {int(row): reason.strip() for row, reason in re.findall(r"skipped (\d{4}): (.*)", run.stderr)}
+        assert sorted(found) == sorted(BAD)
+        assert all(re.fullmatch(BAD[row], reason) for row, reason in found.items()), found
     assert np.allclose(*steps, rtol=0, atol=1e-6)
 
 
 def test_more_than_is_allowed_stops_all_ranks(shards: Path, tmp_path: Path) -> None:
     run = torchrun(2, *words(shards, tmp_path / "out", "--workers", 1))
     assert run.returncode == 1  # of torchrun
-    assert re.search(rf"3 of the data set's {SAMPLES} rows are bad, .* 1\.00%.*--bad-share", run.stderr), run.stderr
+    assert re.search(r"3 of the data set's 200 rows are bad, .* 1\.00%.*--bad-share", run.stderr), run.stderr
     assert not (tmp_path / "out" / "model" / "model.safetensors").exists()

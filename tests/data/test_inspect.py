@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
@@ -14,10 +13,12 @@ from PIL import Image
 from cases import mostly_slow
 from kiloword.cli.data import draw_examples
 from kiloword.cli.main import main as cli
+from kiloword.data.images.contact import contact_sheet, draw_tiles
 from kiloword.data.inspect import main, stats
 from kiloword.data.map_style import MapStyleSource
 from kiloword.data.open import open_source
 from kiloword.data.transforms.mix import cycle
+from kiloword.types import BadSample, Record
 from tars import encode, noise, pairs, photo, write_tar
 
 
@@ -51,6 +52,7 @@ def test_main_prints_and_returns_what_is_wrong(folder: Path, capsys: pytest.Capt
     printed = capsys.readouterr().out
     assert "1 sample skipped, caption is not UTF-8: latin\n" in printed
     assert "4 of 15 samples are bad (26.67%)" in printed
+    assert "--bad-share" in printed  # training would stop
     assert main("stats", str(folder), folder / "sheet.png") == 0
     printed = capsys.readouterr().out
     assert "images 12   captions 13   bad 3" in printed
@@ -69,26 +71,20 @@ def test_more_rows_than_a_worker_takes_at_once(workers: int) -> None:
 
 @pytest.fixture
 def red_and_blue(tmp_path: Path) -> str:
-    colours = {n: [200, 10, 10] if n % 2 else [10, 10, 200] for n in range(24)}
     members = {}
-    for n, colour in colours.items():
-        members[f"{n:02}.png"] = encode(np.broadcast_to(np.uint8(colour), (40, 60, 3)).copy())
+    for n in range(24):
+        pixels = np.full((40, 60, 3), [200, 10, 10] if n % 2 else [10, 10, 200], np.uint8)
+        members[f"{n:02}.png"] = encode(pixels)
         members[f"{n:02}.txt"] = b"all red\nvery red" if n % 2 else b"all blue\nvery blue"
     return str(write_tar(tmp_path / "data" / "0.tar", members))
 
 
-def tiles(png: Path) -> list[np.ndarray]:
-    """The images of a sheet of examples; tiny's are squares of 180 pixels there."""
+def composed(png: Path) -> int:
+    """How many images of a sheet have much red and much blue; tiny's are squares of 180 pixels there."""
     with Image.open(png) as sheet:
         pixels = np.asarray(sheet).astype(int)
-    return [pixels[y + 3 : y + 177, x + 3 : x + 177] for y in range(16, 1184, 296) for x in range(16, 1536, 256)]
-
-
-def mixed(tile: np.ndarray) -> bool:
-    """Whether there is much red and much blue in it."""
-    return all(
-        0.2 < share < 0.8 for share in ((tile[..., 0] > tile[..., 2]).mean(), (tile[..., 2] > tile[..., 0]).mean())
-    )
+    tiles = [pixels[y + 3 : y + 177, x + 3 : x + 177] for y in range(16, 1184, 296) for x in range(16, 1536, 256)]
+    return sum(0.2 < (tile[..., 0] > tile[..., 2]).mean() < 0.8 for tile in tiles)
 
 
 def test_examples_are_drawn_as_a_method_sees_them(
@@ -98,8 +94,8 @@ def test_examples_are_drawn_as_a_method_sees_them(
         cli(["data", "stats", red_and_blue, "--as", method, "--png", str(tmp_path / f"{method}.png")])
     said = re.search(r"24 examples as clip-c at size tiny sees them, (\d+) composed", capsys.readouterr().out)
     assert said
-    assert 0 < sum(mixed(tile) for tile in tiles(tmp_path / "clip-c.png")) <= int(said[1]) < 24
-    assert not any(mixed(tile) for tile in tiles(tmp_path / "clip.png"))
+    assert 0 < composed(tmp_path / "clip-c.png") <= int(said[1]) < 24
+    assert composed(tmp_path / "clip.png") == 0
 
 
 def test_examples_are_those_of_a_run(red_and_blue: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,36 +103,27 @@ def test_examples_are_those_of_a_run(red_and_blue: str, tmp_path: Path, capsys: 
     run = tmp_path / "run"
     words = f"train clip-c --data {red_and_blue} --size debug --batch 4 --steps 1 --vocab 300 --settings.rho 1"
     cli([*words.split(), "--out", str(run), "--settings.merge", " beside ", "--seed", "3"])
-    capsys.readouterr()
     for name, like in (("folder", run), ("file", run / "config.json")):
+        capsys.readouterr()
         cli(["data", "stats", red_and_blue, "--as", str(like), "--png", str(tmp_path / f"{name}.png")])
-        assert "examples as " in (output := capsys.readouterr().out)
-        assert "at size debug sees them, 24 composed" in output
+        assert "at size debug sees them, 24 composed" in capsys.readouterr().out
     assert (tmp_path / "folder.png").read_bytes() == (tmp_path / "file.png").read_bytes()
-    by_default = draw_examples(red_and_blue, "clip-c", "debug", tmp_path / "default.png")
-    assert "24 composed" not in by_default
+    assert "24 composed" not in draw_examples(red_and_blue, "clip-c", "debug", tmp_path / "default.png")
 
 
 def test_pairs_are_rewritten_from_end_to_end(red_and_blue: str, tmp_path: Path) -> None:
     recipe, table = tmp_path / "fixed.toml", tmp_path / "pairs.parquet"
     text = 'method = "clip-c"\nsize = "debug"\nseed = 5\nsettings.partner = "fixed"\nsettings.rho = 1.0\n'
     recipe.write_text(text)
-    draw_examples(red_and_blue, str(recipe), "debug", tmp_path / "a.png")
     cli(["data", "pairs", red_and_blue, "--as", str(recipe), "--out", str(table)])
-    found = pq.read_table(table)
-    assert found.column_names == ["key", "partner", "caption"]
-    source, captions = open_source(red_and_blue), dict[tuple[str, str], list[str]]()
-    for key, partner, caption in zip(*(column.to_pylist() for column in found.columns), strict=True):
-        captions.setdefault((key, partner), []).append(caption)
-    expected = {(f"{row:02}", f"{other:02}"): (row, int(other)) for row, other in enumerate(cycle(5, 24))}
-    assert captions == {
-        pair: [f"{a} and {b}" for a, b in zip(*(source.record(row).captions for row in rows), strict=True)]
-        for pair, rows in expected.items()
-    }
-    pq.write_table(found.set_column(2, "caption", pa.array(["rewritten"] * len(found))), tmp_path / "new.parquet")
-    recipe.write_text(f'{text}settings.rewrites = "{tmp_path / "new.parquet"}"\n')
-    draw_examples(red_and_blue, str(recipe), "debug", tmp_path / "b.png")
-    assert (tmp_path / "a.png").read_bytes() != (tmp_path / "b.png").read_bytes()
+    found, source = pq.read_table(table), open_source(red_and_blue)
+    assert found.to_pylist() == [
+        {"key": f"{row:02}", "partner": f"{other:02}", "caption": f"{first} and {second}"}
+        for row, other in enumerate(cycle(5, 24))
+        for first, second in zip(source.record(row).captions, source.record(int(other)).captions, strict=True)
+    ]
+    recipe.write_text(f'{text}settings.rewrites = "{table}"\n')
+    assert "24 composed" in draw_examples(red_and_blue, str(recipe), "debug", tmp_path / "b.png")
 
 
 @pytest.mark.parametrize(
@@ -159,3 +146,56 @@ def test_words_that_are_refused(
     assert end.value.code == 2
     assert output in capsys.readouterr().err
     assert not Path("a").exists()
+
+
+# Contact sheets
+
+
+def plain(height: int, width: int, level: int = 0) -> np.ndarray:
+    return np.full((height, width, 3), (level, 90, 200), np.uint8)
+
+
+def sheet(shown: list[tuple[Image.Image, str, int]], folder: Path) -> np.ndarray:
+    draw_tiles(shown, folder / "sheet.png")
+    with Image.open(folder / "sheet.png") as image:
+        return np.asarray(image.convert("RGB")).astype(int)
+
+
+class Sampled:
+    """Rows that are read are noted; some are bad."""
+
+    name, fingerprint, classnames = "sampled", "f", ("cat", "dog")
+
+    def __init__(self, rows: int, good: int, captions: tuple[str, ...] = ()) -> None:
+        self.rows, self.good, self.captions, self.seen = rows, good, captions, list[int]()
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def record(self, row: int) -> Record:
+        self.seen.append(row)
+        if len(self.seen) > self.good:
+            raise BadSample("damaged")
+        return Record(str(row), encode(plain(9, 12)), list(self.captions), row % 3)
+
+
+def test_a_sheet_shows_24_samples_and_tries_ten_times_as_many(tmp_path: Path) -> None:
+    for rows, good, read, height in ((1000, 1000, 24, 4 * 296 + 16), (1000, 2, 240, 296 + 16)):
+        source, again = Sampled(rows, good), Sampled(rows, good)
+        contact_sheet(source, tmp_path / "sheet.png")
+        contact_sheet(again, tmp_path / "again.png")
+        assert source.seen == again.seen
+        assert len(set(source.seen)) == len(source.seen) == read
+        assert (tmp_path / "sheet.png").read_bytes() == (tmp_path / "again.png").read_bytes()
+        with Image.open(tmp_path / "sheet.png") as image:
+            assert image.height == height
+    with pytest.raises(ValueError, match="none of the samples"):
+        contact_sheet(Sampled(5, 0), tmp_path / "c.png")
+
+
+def test_class_data_is_shown_with_the_class(tmp_path: Path) -> None:
+    for rows, text in ((1, "cat"), (1, "a caption")):
+        contact_sheet(Sampled(rows, rows, () if text == "cat" else (text,)), tmp_path / "sheet.png")
+        with Image.open(tmp_path / "sheet.png") as found:
+            same = sheet([(Image.fromarray(plain(9, 12)), text, 1)], tmp_path)
+            assert np.array_equal(np.asarray(found.convert("RGB")), same)

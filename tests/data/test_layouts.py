@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from contents import records
 from kiloword.data.open import open_source
 from kiloword.types import BadSample, LabelSet, NoCaption, Record
+from sources import records
 from tars import photo
 
 CAPTIONS = [["a dog", "a brown dog, running"], ["two\ncats"], ["a red bus", "a bus"]]
 IDS = [42, 7, 581]
 FILES = [f"COCO_val2014_{one:012d}.jpg" for one in IDS]
-QUESTIONS = [
+QUESTIONS: list[dict[str, Any]] = [
     {"image_id": 42, "question": "what is it?", "question_id": 42000},
     {"image_id": 7, "question": "how many cats?", "question_id": 7001},
     {"image_id": 42, "question": "is it a dog?", "question_id": 42001},
@@ -41,15 +41,14 @@ def folder(tmp_path: Path) -> Path:
     for seed, name in enumerate(FILES):
         (tmp_path / "val2014" / name).write_bytes(photo(seed))
     captions = zip(FILES, map(json.dumps, CAPTIONS), IDS, ["in", "out", "near"], strict=True)
-    asked = [(int(str(row["question_id"])), FILES[IDS.index(int(str(row["image_id"])))], row) for row in QUESTIONS]
-    tables = {
-        "x": [["image", "captions", "image_id", "domain"], *captions],
-        "q": [["image", "question", "answers", "question_type", "answer_type"]]
-        + [[name, str(row["question"]), json.dumps(ANSWERS[one]), *TYPES[one]] for one, name, row in asked],
-    }
-    for name, rows in tables.items():
-        with (tmp_path / f"{name}.csv").open("w", newline="") as file:
-            csv.writer(file).writerows(rows)
+    asked = [(row["question_id"], FILES[IDS.index(row["image_id"])], row["question"]) for row in QUESTIONS]
+    questions = [(name, text, json.dumps(ANSWERS[one]), *TYPES[one]) for one, name, text in asked]
+    for table, columns, rows in (
+        ("x", ("image", "captions", "image_id", "domain"), captions),
+        ("q", ("image", "question", "answers", "question_type", "answer_type"), questions),
+    ):
+        with (tmp_path / f"{table}.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([columns, *rows])
     return tmp_path
 
 
@@ -87,6 +86,10 @@ def vqa(folder: Path, answered: bool = True, subtype: str = "val2014") -> str:
         dump(folder / "v2_mscoco_val2014_annotations.json", {"annotations": rows})
     questions = {"questions": QUESTIONS, "data_subtype": subtype, "task_type": "Open-Ended"}
     return dump(folder / "v2_OpenEnded_mscoco_val2014_questions.json", questions)
+
+
+def captions(src: str) -> list[list[str]]:
+    return [record.captions for record in records(open_source(src))]
 
 
 def same(src: str, table: str, *ignored: str) -> Any:
@@ -139,8 +142,8 @@ def test_karpathy_equals_a_table(folder: Path) -> None:
 
 def test_splits_of_karpathy(folder: Path) -> None:
     src = karpathy(folder, ["train", "restval", "test"], coco=True)
-    for split, captions in (("train", CAPTIONS[:2]), ("restval", CAPTIONS[1:2]), ("test", CAPTIONS[2:])):
-        assert [r.captions for r in records(open_source(f"{src}?split={split}"))] == captions
+    for split, expected in (("train", CAPTIONS[:2]), ("restval", CAPTIONS[1:2]), ("test", CAPTIONS[2:])):
+        assert captions(f"{src}?split={split}") == expected
     with pytest.raises(ValueError, match="train, restval, test"):
         open_source(src + "?split=tset")
 
@@ -153,8 +156,7 @@ def test_tokens_equal_a_table(folder: Path, name: str) -> None:
     (folder / "x.csv").write_text((folder / "x.csv").read_text().replace("two\\ncats", "two cats"))
     same(str(folder / name), f"{folder}/x.csv?images=val2014", "domain", "image_id")
     (folder / "Flickr_8k.testImages.txt").write_text(f"{FILES[2]}\n{FILES[0]}\n")
-    part = open_source(f"{folder / name}?split=Flickr_8k.testImages.txt")
-    assert [r.captions for r in records(part)] == [one_line[0], one_line[2]]
+    assert captions(f"{folder / name}?split=Flickr_8k.testImages.txt") == [one_line[0], one_line[2]]
     for split in ("dev.txt", "val2014"):  # nothing, and a folder
         with pytest.raises(ValueError, match=f"no file is named split={split}"):
             open_source(f"{folder / name}?split={split}")
@@ -173,18 +175,18 @@ def test_the_csv_of_flickr(folder: Path) -> None:
         "image_name| comment_number| comment\n"
         f'{FILES[0]}| 0| a dog, "running"\n{FILES[0]}| 1| a dog\n{FILES[1]}| 0   two cats\n'
     )
-    source = open_source(f"{folder}/results.csv?image=image_name&caption=comment&images=val2014")
-    assert (source.record(0).captions, len(source)) == (['a dog, "running"', "a dog"], 2)  # and a malformed line
+    found = open_source(f"{folder}/results.csv?image=image_name&caption=comment&images=val2014")
+    assert (found.record(0).captions, len(found)) == (['a dog, "running"', "a dog"], 2)  # and a malformed line
     (folder / "captions.txt").write_text(f'image,caption\n{FILES[0]},a dog\n{FILES[0]},"a dog, running"\n')
-    assert open_source(f"{folder}/captions.txt?images=val2014").record(0).captions == ["a dog", "a dog, running"]
+    assert captions(f"{folder}/captions.txt?images=val2014") == [["a dog", "a dog, running"]]
 
 
 @pytest.mark.parametrize("query", ["", "?annotations=v2_mscoco_val2014_annotations.json&images=val2014"])
 def test_vqa_equals_a_table(folder: Path, query: str) -> None:
     src = vqa(folder)
     source = same(src + query, f"{folder}/q.csv?images=val2014", "question_id", "image_id")
-    assert [source.info(row)["question_id"] for row in range(3)] == [42000, 7001, 42001]
-    assert [source.info(row)["image_id"] for row in range(3)] == [42, 7, 42]
+    ids = [(source.info(row)["question_id"], source.info(row)["image_id"]) for row in range(3)]
+    assert ids == [(42000, 42), (7001, 7), (42001, 42)]
     assert source.question(1) == "how many cats?"
     path = folder / "v2_mscoco_val2014_annotations.json"
     path.write_text(path.read_text().replace('"2"', '"3"'))
@@ -272,15 +274,17 @@ def test_json_that_is_not_what_it_claims(folder: Path, data: Any, word: str) -> 
 
 def test_bad_answers(folder: Path) -> None:
     src, path = vqa(folder), folder / "v2_mscoco_val2014_annotations.json"
-    data = json.loads(path.read_text())
-    dump(path, {"annotations": data["annotations"][:1]})
-    with pytest.raises(ValueError, match="42000"):
-        open_source(src)
-    data["annotations"][0]["answers"][0] = {"text": "x"}
-    dump(path, data)
+    rows = json.loads(path.read_text())["annotations"]
+    other = dump(folder / "x.json", {"images": images()})
+    wrong = {"annotations": [{**rows[0], "answers": [{"text": "x"}]}, *rows[1:]]}
+    dump(path, wrong)
     with pytest.raises(BadSample, match="answers are not strings"):
         open_source(src).record(1)
-    with pytest.raises(ValueError, match="annotations=none"):
-        open_source(src + "?annotations=none.json")
-    with pytest.raises(ValueError, match="annotations= is not read"):
-        open_source(dump(folder / "x.json", {"images": images()}) + "?annotations=x.csv")
+    dump(path, {"annotations": rows[:1]})
+    for name, word in (
+        (src, "42000"),
+        (src + "?annotations=none.json", "annotations=none"),
+        (other + "?annotations=x.csv", "annotations= is not read"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            open_source(name)

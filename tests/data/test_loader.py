@@ -1,16 +1,23 @@
-"""The loader: a batch depends on its step alone, whatever workers, ranks, resuming or bad samples."""
+"""The loader: a batch depends on its step alone, whatever workers, ranks, resuming or bad samples; and its workers."""
 
 from __future__ import annotations
 
+import errno
+import gc
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from contents import decoded, tensors
+from cases import worker_dies
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.data.edits import MixtureSource, every_row
 from kiloword.data.loader import ATTEMPTS, Loader
@@ -19,11 +26,12 @@ from kiloword.data.reading import BadRows, advice, eval_batches
 from kiloword.data.reading import captions_of as all_captions
 from kiloword.data.sample import question_in
 from kiloword.data.sampler import Order
+from kiloword.data.steps import in_order
 from kiloword.data.stored import WithTokens
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.randomness import Draw
 from kiloword.types import Batch, Example, Fetch, Skipped
-from sources import Images
+from sources import Images, decoded, tensors
 
 SIZE, ROWS, BATCH = 8, 40, 8
 TEXT = TextConfig(context=24, vocab=400)
@@ -68,12 +76,11 @@ def test_workers_change_nothing() -> None:
     assert torch.equal(torch.random.get_rng_state(), state), "the loader drew from the global generator"
 
 
-@pytest.mark.parametrize("step", [0, 1, 4, 5, 13])
-def test_resume_at_any_step(step: int) -> None:
+def test_resume_at_any_step() -> None:
     full = list(make().batches(0, 16))
-    rest = list(make().batches(step, 16))
-    assert all(same(a, b) for a, b in zip(full[step:], rest, strict=True))
-    assert same(next(islice(make().batches(step), 1)), full[step])
+    for step in (0, 1, 4, 5, 13):
+        assert all(same(a, b) for a, b in zip(full[step:], make().batches(step, 16), strict=True))
+    assert same(next(islice(make().batches(5), 1)), full[5])
 
 
 def test_ranks_share_what_one_rank_sees() -> None:
@@ -84,8 +91,8 @@ def test_ranks_share_what_one_rank_sees() -> None:
         assert torch.equal(torch.cat([p.images for p in parts]), whole.images)
         assert torch.equal(torch.cat([p.seeds for p in parts]), whole.seeds)
         assert torch.cat([p.position for p in parts]).tolist() == whole.position.tolist() == list(range(BATCH))
-        assert list(chain.from_iterable(captions_of(p) for p in parts)) == captions_of(whole)
-        assert list(chain.from_iterable(p.skipped for p in parts)) == whole.skipped
+        assert [text for p in parts for text in captions_of(p)] == captions_of(whole)
+        assert [bad for p in parts for bad in p.skipped] == whole.skipped
 
 
 def test_texts_belong_to_their_images() -> None:
@@ -102,28 +109,24 @@ def test_texts_belong_to_their_images() -> None:
 def test_bad_samples_are_named_and_replaced_the_same_way_each_time() -> None:
     bad = {3: "sample", 7: "bytes", 11: "silent", 20: "crash"}
     epoch = list(make(Images(bad)).batches(0, ROWS // BATCH))
-    skipped = [s for b in epoch for s in b.skipped]
-    named = {s.row: (s.key, s.reason) for s in skipped}
-    assert named[3] == ("k003", "truncated image")
-    assert named[7] == ("k007", "not an image in a known format")
-    assert named[11] == ("k011", "no caption")
-    assert named[20] == ("k020", "KeyError: 'column'")
+    assert {bad.row: (bad.key, bad.reason) for batch in epoch for bad in batch.skipped} == {
+        3: ("k003", "truncated image"),
+        7: ("k007", "not an image in a known format"),
+        11: ("k011", "no caption"),
+        20: ("k020", "KeyError: 'column'"),
+    }
     for batch in epoch:
-        assert len(batch) == BATCH
-        texts = captions_of(batch)
-        assert len({t.split()[1] for t in texts}) == BATCH, "a replacement was in the batch already"
-        assert len(batch.seeds.unique()) == BATCH
+        assert len({text.split()[1] for text in captions_of(batch)}) == BATCH, "a replacement was in the batch already"
+        assert len(batch.seeds.unique()) == len(batch) == BATCH
 
 
 def test_a_replacement_is_what_its_own_turn_would_give() -> None:
     broken, whole = make(Images({3: "sample"})), make()
-    step = next(s for s in range(5) if 3 in whole.order.batch_rows(s)[1])
-    place = whole.order.batch_rows(step)[1].tolist().index(3)
+    turns = {row: (step, n) for step in range(5) for n, row in enumerate(whole.order.batch_rows(step)[1].tolist())}
+    step, place = turns[3]
     batch = broken.batch(step)
-    row = int(captions_of(batch)[place].split()[1])
-    turn = next(s for s in range(5) if row in whole.order.batch_rows(s)[1])
+    turn, at = turns[int(captions_of(batch)[place].split()[1])]
     own = whole.batch(turn)
-    at = whole.order.batch_rows(turn)[1].tolist().index(row)
     assert torch.equal(batch.images[place], own.images[at])
     assert batch.seeds[place] == own.seeds[at]
 
@@ -177,19 +180,16 @@ def test_bad_rows_are_counted_once_and_stop_a_run() -> None:
 
 
 def test_part_weights_move_on_with_the_epoch() -> None:
-    source = MixtureSource([Images(), Images(rows=20)], [1.0, 0.5])
-    loader = Loader(source, Order(50, 10), DataConfig(captions="all"), TEXT, SIZE, TOKENIZER)
-    for epoch in range(3):
-        seen = [c for b in loader.batches(epoch * 5, epoch * 5 + 5) for c in captions_of(b)]
-        expected = [c for r in range(50) for c in source.at(epoch).record(r).captions]
-        assert sorted(seen) == sorted(expected)
-
-
-def test_a_bad_row_of_a_part_is_the_same_one_in_every_epoch() -> None:
-    source = MixtureSource([Images(), Images({3: "bytes"}, rows=20)], [1.0, 0.37])
-    loader = Loader(source, Order(len(source), len(source)), DataConfig(captions="all"), TEXT, SIZE, TOKENIZER)
-    skipped = [bad for batch in loader.batches(0, 12) for bad in batch.skipped]
-    assert len(skipped) > 3
+    """A bad row is the same one in every epoch."""
+    source = MixtureSource([Images(), Images({3: "bytes"}, rows=20)], [1.0, 0.5])
+    loader = Loader(source, Order(50, 50), DataConfig(captions="all"), TEXT, SIZE, TOKENIZER)
+    skipped = list[Skipped]()
+    for epoch in range(12):
+        batch = loader.batch(epoch)
+        expected = [c for row in range(50) for c in source.at(epoch).record(row).captions]
+        assert batch.skipped or sorted(captions_of(batch)) == sorted(expected)
+        skipped += batch.skipped
+    assert 3 < len(skipped) < 12
     assert {bad.row for bad in skipped} == {len(Images()) + 3}
     assert len(BadRows(len(every_row(source)), 0.05).count(skipped)) == 1
 
@@ -249,8 +249,6 @@ def partly(example: Example, fetch: Fetch, draw: Draw) -> Example:
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        ({"ranks": 3}, "3 ranks"),
-        ({"captions": 0}, "captions is 0"),
         ({"truth": True}, "ground truth"),
         ({"questions": True}, "no questions"),
         ({"transforms": (partly,)}, "must cover every row"),
@@ -260,3 +258,80 @@ def partly(example: Example, fetch: Fetch, draw: Draw) -> Example:
 def test_settings_that_do_not_fit(settings: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         make(**settings).batch(0)
+
+
+# Work in order, in this process or in workers
+
+
+def test_workers_keep_the_order_of_steps_without_end() -> None:
+    """The first steps take longest. Nothing is drawn from the global generator, and the workers end with the items."""
+    state = torch.random.get_rng_state()
+
+    def make(step: int) -> torch.Tensor:
+        time.sleep(0.05 * (step < 2))
+        return torch.tensor([step, os.getpid()])
+
+    items = in_order(make, count(), 2)
+    steps, processes = torch.stack(list(islice(items, 6))).T.tolist()
+    assert steps == [*range(6)]
+    assert len({*processes, os.getpid()}) == 3
+    items.close()  # type: ignore[attr-defined]
+    assert not multiprocessing.active_children()
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def failing(error: Exception) -> Callable[[int], int]:
+    def make(step: int) -> int:
+        if step == 2:
+            raise error
+        return step
+
+    return make
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (ValueError("as it is"), ValueError, "^as it is$"),
+        (MemoryError(), ValueError, "^batch of step 3: out of memory"),
+        (OSError(errno.ENOSPC, "No space left on device"), ValueError, "^batch of step 3: No space left on device"),
+        (RuntimeError("a bug"), RuntimeError, "a bug"),
+    ],
+    ids=str,
+)
+def test_what_goes_wrong(workers: int, error: Exception, kind: type[Exception], said: str) -> None:
+    items = in_order(failing(error), range(5), workers)
+    assert [next(items), next(items)] == [0, 1]
+    with pytest.raises(kind, match=said):
+        next(items)
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        pytest.param(killed, "(Killed|exited unexpectedly)", marks=worker_dies),
+        (lambda: time.sleep(600), "timed out after 1 seconds"),
+    ],
+    ids=["killed", "hangs"],
+)
+def test_a_worker_that_stops_ends_the_items(does: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValueError, match=f"a loader worker stopped.*{said}.*fewer --workers"):
+        list(in_order(lambda step: does() if step == 1 else None, range(3), 1, timeout=1 if "timed" in said else 60))
+    assert not multiprocessing.active_children()
+    gc.collect()  # here, not in a later test
+
+
+def test_a_worker_goes_on_at_a_signal_to_all_processes() -> None:
+    """The main process saves first, and ends its workers."""
+
+    def make(step: int) -> int:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            os.kill(os.getpid(), number)
+        return step
+
+    assert list(in_order(make, range(2), 1)) == [0, 1]

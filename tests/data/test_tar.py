@@ -1,8 +1,9 @@
-"""Tars: which members are samples, what is damaged, and when a tar is read again."""
+"""Tars: which members are samples, what their parts are read as, what is damaged, and when a tar is read again."""
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import re
@@ -14,14 +15,18 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kiloword.data.inspect import check, main
+from kiloword.data.inspect import main, stats
 from kiloword.data.open import open_source
+from kiloword.data.reading import captions_of
+from kiloword.data.sample import MAX_CAPTION
 from kiloword.data.tar import natural
 from kiloword.types import BadSample, LabelSet, NoCaption, Record, Source
+from sources import records
 from tars import pairs, photo, write_tar
 
 INDEX = "kiloword-index.arrow"
@@ -37,7 +42,7 @@ def opened(tmp_path: Path, members: list[tuple[str, bytes]] | dict[str, bytes] |
 
 def outcomes(source: Any) -> dict[str, str]:
     """Key -> the first caption, or the reason why there is none."""
-    bad = {one.row: one.reason for one in check(source)}
+    bad = {one.row: one.reason for one in stats(source, decoded=True).bad}
     return {source.key(row): bad.get(row) or source.captions(row)[0] for row in range(len(source))}
 
 
@@ -53,7 +58,7 @@ def literal(tar: Path) -> dict[str, dict[str, bytes]]:
     return samples
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(
     order=st.permutations([f"{k}.{s}" for k in "abc" for s in ("jpg", "txt")]),
     folder=st.sampled_from(["", "d/e/", f"{'é' * 150}/"]),
@@ -66,11 +71,8 @@ def test_samples_are_those_of_tarfile(tmp_path: Path, order: list[str], folder: 
             info, content = tarfile.TarInfo(folder + name), name.encode() * (i + 1)
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
-    source, expected = open_source(str(path)), literal(path)
-    assert [source.record(row).key for row in range(len(source))] == list(expected)
-    for row, parts in enumerate(expected.values()):
-        record = source.record(row)
-        assert (record.image, record.captions) == (parts["jpg"], [parts["txt"].decode()])
+    expected = {key: (parts["jpg"], [parts["txt"].decode()]) for key, parts in literal(path).items()}
+    assert {r.key: (r.image, r.captions) for r in records(open_source(str(path)))} == expected
 
 
 def test_what_belongs_to_no_sample_is_left(tmp_path: Path) -> None:
@@ -90,30 +92,109 @@ def test_what_belongs_to_no_sample_is_left(tmp_path: Path) -> None:
 
 def test_a_repeated_name_is_another_sample(tmp_path: Path) -> None:
     source = opened(tmp_path, [("a.jpg", b"1"), ("a.txt", b"one"), ("a.jpg", b"2"), ("a.txt", b"two")])
-    assert [source.record(row).captions for row in range(2)] == [["one"], ["two"]]
-    assert [source.record(row).image for row in range(2)] == [b"1", b"2"]
+    assert [(record.image, record.captions) for record in records(source)] == [(b"1", ["one"]), (b"2", ["two"])]
 
 
-def test_captions_classes_and_the_rest_of_the_json(tmp_path: Path) -> None:
-    texts: dict[str, tuple[bytes, list[str], object, dict[str, Any]]] = {
-        "a.txt": (b"one\n\n two \r\n", ["one", "two"], None, {}),
-        "b.json": (b'{"captions": ["a", " ", "b"], "url": "u"}', ["a", "b"], None, {"url": "u"}),
-        "c.cls": (b"3\n", [], 3, {}),
-        "d.cls": (b"[5, 0]", [], LabelSet((0, 5)), {}),
-        "e.json": (b'{"question": "q?", "answers": ["a"]}', ["a"], None, {"question": "q?", "answers": ["a"]}),
-    }
-    members = {
-        name: body for key, (body, *_) in texts.items() for name, body in ((f"{key[0]}.png", photo()), (key, body))
-    }
-    source = opened(tmp_path, {**members, "b.txt": b"text"})
-    for row, (_, captions, label, info) in enumerate(texts.values()):
-        record = source.record(row)
-        assert (record.captions, record.label, record.info) == (captions, label, info)
-        assert (source.captions(row), source.question(row)) == (captions, info.get("question"))
-    assert source.labels.tolist() == [-1, -1, 3, -1, -1]
+def asks(**more: Any) -> bytes:
+    return json.dumps({"question": "is it red?", **more}).encode()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+NOT_UTF8, NOT_PARSED, NO_STRINGS = "caption is not UTF-8", "the json cannot be parsed", "are not strings"
+NO_OBJECT, NO_QUESTION, NO_ANSWER = "the json is not an object", "the question is not text", "a question without an"
+WRONG_CLASSES = [b"", b"-1", b"1.0", b"9" * 19, b"[1, -2]", b"[1, true]", b'["a"]', b"1 2", b"[1e3]", b"[[1]]"]
+PARTS: list[tuple[str, bytes, Any]] = [  # the suffix of a file beside an image: its captions, or a part of the reason
+    ("txt", b"one\n\n two \r\n", ["one", "two"]),
+    ("txt", b"a\0b", ["a\0b"]),
+    ("txt", b"\xef\xbb\xbfmark", ["mark"]),
+    ("txt", b"\xff\xfea\0", NOT_UTF8),
+    ("txt", b"caf\xe9", NOT_UTF8),
+    ("txt", "👩‍👩‍👧‍👦 ".encode(), ["👩‍👩‍👧‍👦"]),
+    ("txt", "\u00a0\u2003\u3000".encode(), "no caption"),
+    ("txt", b" \r\n\t\v\f\n", "no caption"),
+    ("txt", b"", "no caption"),
+    ("txt", b"a\r\nb\rc\nd", ["a", "b\rc", "d"]),
+    ("txt", b"x" * (MAX_CAPTION + 1), "1,000,001"),
+    ("json", b"[" * 100_000, NOT_PARSED),
+    ("json", b'{"caption": "x", "a": NaN, "b": Infinity, "c": -1e999}', ["x"]),
+    ("json", b'{"caption": "x", "n": ' + b"9" * 5000 + b"}", NOT_PARSED),
+    ("json", b'{"caption": "\\ud800"}', NOT_UTF8),
+    ("json", b'{"captions": ["\\ud83d\\ude00", " ", "b"]}', ["😀", "b"]),
+    ("json", b'{"caption": 3}', NO_STRINGS),
+    ("json", b'{"captions": [null]}', NO_STRINGS),
+    ("json", b'{"captions": []}', "no caption"),
+    ("json", b'\xef\xbb\xbf{"caption": "mark"}', ["mark"]),
+    ("json", b'{"caption": "x"} trailing', NOT_PARSED),
+    ("json", b'"x"', NO_OBJECT),
+    ("json", b"", NOT_PARSED),
+    ("json", b'{"question": ["x"], "answers": ["a"]}', NO_QUESTION),
+    ("json", b'{"question": 5, "answer": "yes"}', NO_QUESTION),
+    ("json", asks(), NO_ANSWER),
+    ("json", asks(answers=["", " "]), NO_ANSWER),
+    ("json", asks(answers=[3]), NO_STRINGS),
+    ("json", asks(answers=[{"text": "yes"}]), NO_STRINGS),
+    ("json", asks(answers=["yes", "no "]), ["yes", "no"]),
+    ("json", asks(answers=[{"answer": "yes", "answer_id": 1}, {"answer": ""}]), ["yes"]),
+    ("json", asks(answer="yes", caption="red"), ["yes"]),
+    ("json", asks(captions=["a red star"]), ["a red star"]),
+    *(("cls", raw, "class") for raw in (*WRONG_CLASSES, b"[" * 9999)),
+]
+
+
+@pytest.mark.parametrize("kind", ["tar", "folder"])
+def test_what_lies_beside_an_image(tmp_path: Path, kind: str) -> None:
+    members = {f"{n:02}.{suffix}": raw for n, (suffix, raw, _) in enumerate(PARTS)}
+    members |= {f"{n:02}.png": photo() for n in range(len(PARTS))} | {"13.txt": b"no matter"}
+    if kind == "tar":
+        source = opened(tmp_path, dict(sorted(members.items())))
+    else:
+        (tmp_path / "data").mkdir()
+        for name, content in members.items():
+            (tmp_path / "data" / name).write_bytes(content)
+        source = open_source(str(tmp_path / "data"))
+    for row, (_, raw, expected) in enumerate(PARTS):
+        if isinstance(expected, list):
+            assert source.record(row).captions == source.captions(row) == expected, raw
+        else:
+            with pytest.raises(BadSample, match=expected):
+                source.record(row)
+
+
+def vector(values: Any, dtype: str = "int64") -> bytes:
+    out = io.BytesIO()
+    np.save(out, np.array(values, dtype), allow_pickle=True)
+    return out.getvalue()
+
+
+OTHER = [vector([[0, 1]]), vector([0, 2]), vector([0, 1])[:-1], vector([0])[:30], vector(["a"], "U1"), b"\x93NUMPY"]
+LABELS: list[tuple[dict[str, bytes], Any, dict[str, Any]]] = [  # beside an image: its label, and the rest
+    ({"cls": b"0"}, 0, {}),
+    ({"cls": b" 12\n"}, 12, {}),
+    ({"cls": b"9" * 18}, 10**18 - 1, {}),
+    ({"cls": b"[2, 0]"}, LabelSet((0, 2)), {}),
+    ({"cls": b"3", "json": b'{"caption": "x", "region": "Asia"}'}, 3, {"region": "Asia"}),
+    ({"json": asks(answers=["a"])}, None, {"question": "is it red?", "answers": ["a"]}),
+    ({"npy": vector([0, 1, 1])}, LabelSet((1, 2), 3), {}),
+    ({"npy": vector([1, 0]), "json": b'{"region": "x"}', "cls": b"1"}, 1, {"region": "x"}),
+    ({"npy": vector([3, 0]), "cls": b"1"}, 1, {"npy": [3, 0]}),  # a group, as in DataComp's Dollar Street and FMoW
+    ({"npy": vector([2.0, 0.5], "float32"), "cls": b"1"}, 1, {"npy": [2, 0.5]}),
+    ({"npy": vector([0.5] * 65, "float32"), "cls": b"1"}, 1, {}),  # an embedding
+    ({"npy": vector([[1]]), "cls": b"1"}, 1, {}),
+    *(({"npy": raw, "txt": b"x"}, None, {}) for raw in (*OTHER, vector([{"a": Path()}], "object"))),
+]
+
+
+def test_labels_arrays_and_the_rest_of_the_json(tmp_path: Path) -> None:
+    members = {f"{n:02}.{name}": raw for n, (parts, *_) in enumerate(LABELS) for name, raw in parts.items()}
+    images = {f"{n:02}.png": photo() for n in range(len(LABELS))}
+    source = opened(tmp_path, dict(sorted((members | images).items())) | {"lone.npy": vector([1, 0, 0])})
+    found = records(source)
+    assert [(record.label, record.info) for record in found] == [(label, info) for _, label, info in LABELS]
+    assert source.labels.tolist() == [label if isinstance(label, int) else -1 for _, label, _ in LABELS]
+    assert [source.question(row) for row in (4, 5)] == [None, "is it red?"]
+    assert list(captions_of(source))[:3] == ["x", "a", "is it red?"], "a tokenizer learns questions, too"
+
+
+@settings(max_examples=25)
 @given(share=st.floats(0, 1))
 def test_a_cut_tar_gives_its_whole_samples(tmp_path: Path, share: float) -> None:
     whole = write_tar(tmp_path / "whole.tar", pairs(4))
@@ -124,15 +205,13 @@ def test_a_cut_tar_gives_its_whole_samples(tmp_path: Path, share: float) -> None
     source: Any = open_source(str(tmp_path / "cut.tar"))
     rows_end = -(-ends[-1] // 512) * 512
     assert any(f" of {cut:,}: " in note for note in source.notes) == (cut < rows_end + 512)
-    reasons = [bad.reason for bad in check(source)]
-    assert len(source) - len(reasons) == sum(end <= cut for end in ends[1::2])
-    assert len(reasons) <= 1
+    reasons = [bad.reason for bad in stats(source, decoded=True).bad]
+    whole_samples = sum(end <= cut for end in ends[1::2])
+    assert (len(source) - len(reasons), len(reasons) <= 1) == (whole_samples, True)
+    assert [source.captions(row) for row in range(whole_samples)] == [[f"image {row}"] for row in range(whole_samples)]
     if reasons == ["no caption"]:  # its image is whole
         with pytest.raises(NoCaption):
             source.record(len(source) - 1)
-    assert [source.captions(row) for row in range(len(source) - len(reasons))] == [
-        [f"image {row}"] for row in range(len(source) - len(reasons))
-    ]
 
 
 def header(name: bytes, size: int = 0, kind: bytes = b"0") -> bytes:
@@ -213,12 +292,12 @@ def test_tars_that_have_changed_are_read_again(
     assert said(data) == after != before
 
 
-@pytest.mark.parametrize("left", [0, 100])
-def test_a_damaged_cache_is_made_again(tmp_path: Path, data: Path, left: int) -> None:
+def test_a_damaged_cache_is_made_again(tmp_path: Path, data: Path) -> None:
     before = said(data)
-    for path in (tmp_path / "cache/rows").iterdir():
-        os.truncate(path, left)
-    assert said(data) == said(data) == before
+    for left in (0, 100):
+        for path in (tmp_path / "cache/rows").iterdir():
+            os.truncate(path, left)
+        assert said(data) == said(data) == before
 
 
 def test_the_cache_forgets_what_nobody_has_used(tmp_path: Path, data: Path) -> None:
@@ -238,32 +317,31 @@ def test_a_fingerprint_is_of_content_not_of_time_or_place(tmp_path: Path, data: 
     assert open_source(str(tmp_path / "copy")).fingerprint == open_source(str(data)).fingerprint
 
 
-def _everything(src: str | Source) -> list[Record]:
-    source = open_source(src) if isinstance(src, str) else src
-    return [source.record(row) for row in range(len(source))]
+def everything(src: str | Source) -> list[Record]:
+    return records(open_source(src) if isinstance(src, str) else src)
 
 
 def test_sources_travel_to_processes_which_may_open_them_too(data: Path) -> None:
     with get_context("fork").Pool(4) as pool:
-        first = pool.map(_everything, [str(data)] * 8)  # nothing is kept yet
+        first = pool.map(everything, [str(data)] * 8)  # nothing is kept yet
         source = open_source(str(data))
         assert len(pickle.dumps(source)) < 2000
-        assert first == pool.map(_everything, [source] * 8) == [_everything(source)] * 8
+        assert first == pool.map(everything, [source] * 8) == [everything(source)] * 8
 
 
 def test_an_index_for_others(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is used where the tars lie as they lay when it was made; a part of the set takes its rows from it."""
-    expected = _everything(str(data))
+    expected = everything(str(data))
     (tmp_path / "file").write_text("")
     for _ in range(2):
         with pytest.MonkeyPatch.context() as patch:  # where no cache can be written, with the index and without
             patch.setenv("KILOWORD_CACHE", str(tmp_path / "file"))
-            assert _everything(str(data)) == expected
+            assert everything(str(data)) == expected
         assert main("index", str(data)) == 0
     assert str(data / INDEX) in capsys.readouterr().out
     shutil.copytree(data, tmp_path / "moved", copy_function=shutil.copy2)
-    assert _everything(str(tmp_path / "moved")) == expected
-    assert _everything(f"{tmp_path}/moved/{{1..2}}.tar") == expected[1:6]
+    assert everything(str(tmp_path / "moved")) == expected
+    assert everything(f"{tmp_path}/moved/{{1..2}}.tar") == expected[1:6]
     assert main("index", "scenes?n=3") == 0
     assert "nothing to index" in capsys.readouterr().out
 
@@ -275,9 +353,7 @@ def test_what_src_may_be(tmp_path: Path) -> None:
     write_tar(tmp_path / "data" / "inner" / "0.tar", pairs(9))
 
     def keys(src: str) -> list[str]:
-        source = open_source(str(tmp_path / src))
-        assert source.name == str(tmp_path / src)
-        return [record.key for record in _everything(source)]
+        return [record.key for record in everything(str(tmp_path / src))]
 
     assert keys("data") == keys("unpadded") == ["0000", "0002", "0010"]
     assert keys("data/x-10.tar") == ["0010"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
+import sys
 import zipfile
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -11,15 +13,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch import Tensor
 
+from commands import module_at
 from folders import model_folder
 from kiloword.api import Matcher, load
 from kiloword.apps.quickstart.scenes import Scenes, draw_all
-from modules import module_at
+from tars import photos_in
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ROOT / "demo" / "node_modules"
@@ -47,7 +51,7 @@ def page(build: ModuleType, model: Path) -> Path:
     if find_spec("onnxscript") is None:
         pytest.skip("onnxscript is not installed, which the export needs")
     out = model.parent / "page"
-    assert build.main(["page", str(model), str(out), "--scenes", str(COUNT)]) == 0
+    assert build.main(["page", str(model), str(out), "--count", str(COUNT)]) == 0
     return out
 
 
@@ -59,7 +63,7 @@ def tools() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def browser(tools: ModuleType) -> Iterator[Any]:
-    if module_at(ROOT / "tools" / "browser.py", "browser").program() is None:
+    if sys.modules["browser"].program() is None:
         pytest.skip("no Chromium on the path")
     with tools.Browser() as browser:
         yield browser
@@ -90,7 +94,7 @@ def settled(browser: Any) -> str:
 
 def shown(browser: Any) -> list[tuple[int, float]]:
     """The ranking that the page shows: scene and score."""
-    items = "Array.from(document.querySelectorAll('#scenes li'), (li) => [+li.dataset.scene, +li.dataset.score])"
+    items = "Array.from(document.querySelectorAll('#images li'), (li) => [+li.dataset.image, +li.dataset.score])"
     return [(scene, score) for scene, score in browser.evaluate(items)]
 
 
@@ -130,7 +134,7 @@ def test_the_page_ranks_as_the_model_does(
     # of the model's size, so that nothing is resized
     Image.fromarray(scenes.pixels[9].permute(1, 2, 0).numpy()).save(tmp_path / "nine.png")
     browser.choose("#file", tmp_path / "nine.png")
-    browser.wait("document.getElementById('results').textContent === 'Scenes like nine.png'")
+    browser.wait("document.getElementById('results').textContent === 'Images like nine.png'")
     check_ranking(shown(browser), features @ features[9])
     assert browser.problems == []
 
@@ -147,17 +151,13 @@ def test_messages_of_the_page(browser: Any, address: str, page: Path, tools: Mod
     (tmp_path / "page" / "model" / "text.onnx").unlink()
     with tools.served(tmp_path / "page") as broken:
         browser.open(f"{broken}?q=a+dog")
-        assert settled(browser).startswith("model/text.onnx is missing (status 404). Make the page again")
+        assert "model/text.onnx is missing (status 404)" in settled(browser)
     browser.open((tmp_path / "page" / "index.html").as_uri())
-    assert "needs JavaScript and a file server" in browser.evaluate("document.getElementById('status').textContent")
-
-
-@pytest.mark.slow
-def test_a_browser_without_webassembly_gets_a_message(tools: ModuleType, address: str, browser: Any) -> None:
+    assert "file server" in browser.evaluate("document.getElementById('status').textContent")
     with tools.Browser() as other:
         other.before("delete globalThis.WebAssembly")
         other.open(address)
-        assert "does not run WebAssembly" in settled(other)
+        assert "WebAssembly" in settled(other)
         assert other.problems == []
 
 
@@ -173,21 +173,31 @@ def test_the_page_is_accessible(browser: Any, address: str, tools: ModuleType, t
     assert sum("image-alt" in line for line in found) == sum("scrolls sideways" in line for line in found) == 4
 
 
-def test_models_that_the_page_cannot_rank_by_are_refused(
-    build: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.slow
+def test_photos_take_the_place_of_scenes(build: ModuleType, page: Path, model: Path, tmp_path: Path) -> None:
+    photos = photos_in(tmp_path / "photos")
+    (photos / "00.jpg").write_bytes(b"no image")
+    assert build.main(["page", str(model), str(tmp_path / "page"), "--photos", str(photos), "--count", "20"]) == 0
+    facts = json.loads((tmp_path / "page" / "demo.json").read_text())
+    assert (facts["what"], facts["captions"]) == ("photos", [""] * 5)
+    vectors = np.fromfile(tmp_path / "page" / "features.bin", "<f4").reshape(5, -1)
+    expected = load(model).encode_image(sorted(photos.glob("*.jpg"))[1:])["vec"].numpy()
+    np.testing.assert_allclose(vectors, expected, atol=1e-6)
+
+
+def test_what_makes_no_page_is_refused(build: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "onnxruntime-web" / "dist").mkdir(parents=True)
     for name in build.RUNTIME:
-        (tmp_path / "onnxruntime-web" / "dist").mkdir(parents=True, exist_ok=True)
         (tmp_path / "onnxruntime-web" / "dist" / name).touch()
-    other = model_folder(tmp_path / "model", "prolip")
-    words = ["page", str(other), str(tmp_path / "page"), "--packages", str(tmp_path)]
-    assert build.main(words) == 1
-    assert "more than the cosine of one vector each" in capsys.readouterr().err
-    assert build.main([*words[:3], "--packages", str(tmp_path / "nowhere")]) == 1
-    assert "run make demo, which installs it by npm ci" in capsys.readouterr().err
-    assert build.main(["page", str(other), str(other), "--packages", str(tmp_path)]) == 1
-    assert "holds something other than a demo page" in capsys.readouterr().err
-    assert not (tmp_path / "page").exists()
+    other, out = model_folder(tmp_path / "model", "prolip"), tmp_path / "page"
+    for folder, packages, word in (
+        (out, tmp_path, "cosine"),  # Gaussians
+        (out, tmp_path / "nowhere", "make demo"),
+        (other, tmp_path, "other than a demo page"),
+    ):
+        assert build.main(["page", str(other), str(folder), "--packages", str(packages)]) == 1
+        assert word in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_a_model_is_packed_with_its_card(build: ModuleType, model: Path, tmp_path: Path) -> None:

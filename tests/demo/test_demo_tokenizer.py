@@ -1,4 +1,4 @@
-"""The page's tokenizer in JavaScript: the ids of kiloword's own, from the files of an export."""
+"""The page's tokenizer in JavaScript: the ids of kiloword's own, and of BERT's, from the files of an export."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import json
 import random
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import BertWordPieceTokenizer
+from tokenizers.processors import BertProcessing
 
 from folders import model_folder
 from kiloword.data.scenes.source import open_scenes
+from kiloword.data.text.tokenizer import encoder_tokenizer
 from kiloword.interop.export.source import Exported
 from kiloword.interop.export.words import write_tokenizer
 from kiloword.models.trust import NONE
@@ -32,36 +37,47 @@ ODD = [
 LETTERS = [chr(c) for part in ((0, 0x250), (0x370, 0x600), (0x1E00, 0x2100), (0x3040, 0x3100)) for c in range(*part)]
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="no node, which runs the page's JavaScript")
-def test_ids_are_those_of_kiloword(tmp_path: Path) -> None:
-    source = Exported.of(str(model_folder(tmp_path / "model", "clip")), NONE)
-    write_tokenizer(source, tmp_path)
+pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="no node, which runs the page's JavaScript")
+
+
+@pytest.fixture(params=["own", "bert"])
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Exported:
+    """A model whose tokenizer is written to `tmp_path`."""
+    exported = Exported.of(str(model_folder(tmp_path / "model", "clip")), NONE)
+    if request.param == "bert":
+        words = BertWordPieceTokenizer()
+        words.train_from_iterator([*LETTERS, *ODD[:4], ODD[-1]], vocab_size=300, min_frequency=1, limit_alphabet=120)
+        words.post_processor = BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+        exported = replace(exported, tokenizer=encoder_tokenizer(words.to_str(), 300))
+    write_tokenizer(exported, tmp_path)
+    return exported
+
+
+def encoded(*given: Any) -> subprocess.CompletedProcess[str]:
+    words = ["node", "--input-type=module", "--eval", ENCODE]
+    return subprocess.run(words, input=json.dumps(given), text=True, capture_output=True, check=False)
+
+
+def test_ids_are_those_of_kiloword(source: Exported, tmp_path: Path) -> None:
     rng, scenes = random.Random(0), open_scenes("scenes:test?n=100")
     strange = ["".join(rng.choices(LETTERS, k=rng.randint(1, 14))) for _ in range(500)]
     texts = [*ODD, *strange, *(scenes.record(n).captions[0] for n in range(100))]
-
-    files = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("tokenizer", "tokenizer_config")]
-    words = ["node", "--input-type=module", "--eval", ENCODE]
-    done = subprocess.run(words, input=json.dumps([*files, texts]), text=True, capture_output=True, check=False)
+    done = encoded(
+        *(json.loads((tmp_path / f"{n}.json").read_text()) for n in ("tokenizer", "tokenizer_config")), texts
+    )
     assert not done.returncode, done.stderr
-    answers = json.loads(done.stdout)
 
     expected = source.tokenizer.encode(texts, source.config.text)
     cut = source.tokenizer.cut(texts, source.config.text)
     assert 0 < len(cut) < len(texts) / 2
-    for n, (text, answer) in enumerate(zip(texts, answers, strict=True)):
+    for n, (text, answer) in enumerate(zip(texts, json.loads(done.stdout), strict=True)):
         assert answer["ids"] == expected.ids[expected.starts[n] : expected.starts[n + 1]].tolist(), ascii(text)
         assert answer["tokens"] == cut.get(n, (len(answer["ids"]) - 2,))[0], ascii(text)
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="no node, which runs the page's JavaScript")
-def test_a_vocabulary_of_another_library_is_refused(tmp_path: Path) -> None:
-    source = Exported.of(str(model_folder(tmp_path / "model", "clip")), NONE)
-    write_tokenizer(source, tmp_path)
+def test_a_vocabulary_of_another_library_is_refused(source: Exported, tmp_path: Path) -> None:
     document = json.loads((tmp_path / "tokenizer.json").read_text())
-    document["model"]["end_of_word_suffix"] = "</w>"
-    given = json.dumps([document, {"model_max_length": 32}, []])
-    words = ["node", "--input-type=module", "--eval", ENCODE]
-    done = subprocess.run(words, input=given, text=True, capture_output=True, check=False)
+    document["model"]["type"] = "Unigram"
+    done = encoded(document, {"model_max_length": 32}, [])
     assert done.returncode
-    assert "is not one of kiloword's own vocabularies" in done.stderr
+    assert "vocabularies" in done.stderr

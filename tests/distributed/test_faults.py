@@ -6,22 +6,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from holding import held_by_another
+from commands import held_by_another, refused, run
 from kiloword.cli.main import main
 from kiloword.data.open import open_source
 from kiloword.data.reading import read
-from kiloword.training.log import read_metrics
 from kiloword.types import BadSample
-from photo_folders import refused, run
-from states import load_state
+from runs import at_step, rows, state
 from tars import pairs, write_tar
 
 SMALL = ["--size", "debug", "--batch", "8", "--log-every", "1", "--vocab", "300"]
@@ -32,45 +27,30 @@ def train(out: Path, *more: object, data: object = SCENES, steps: int = 4) -> li
     return ["train", "siglip", *SMALL, *map(str, ("--data", data, "--out", out, "--steps", steps, *more))]
 
 
-def at_step(monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[], object]) -> None:
-    """Does something before a step (from 1)."""
-    real, calls = torch.Tensor.backward, []
-
-    def backward(*args: Any) -> None:
-        calls.append(1)
-        if len(calls) == step:
-            do()
-        real(*args)
-
-    monkeypatch.setattr(torch.Tensor, "backward", backward)
-
-
 def goes_on(words: list[str], out: Path, steps: int = 4) -> None:
     """The same command ends the run, with every step once and whole numbers everywhere."""
     main(words)
-    assert [row["step"] for row in read_metrics(out / "metrics.jsonl") if "lr" in row] == list(range(1, steps + 1))
-    found = load_state(out / "state", pytest.fail)
-    assert found is not None
-    assert found[1]["step"] == steps
-    assert all(bool(value.isfinite().all()) for value in found[0].values())
+    assert [row["step"] for row in rows(out) if "lr" in row] == list(range(1, steps + 1))
+    tensors, numbers = state(out)
+    assert numbers["step"] == steps
+    assert all(bool(value.isfinite().all()) for value in tensors.values())
 
 
-def test_sigterm_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sigterm_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also where the last row of the log was cut."""
     words = train(tmp_path, "--val", "scenes:test?n=8")
-    with monkeypatch.context() as patch:
-        at_step(patch, 2, lambda: signal.raise_signal(signal.SIGTERM))
+    with at_step(2, lambda _: signal.raise_signal(signal.SIGTERM)):
         code, said = run(capsys, *words)
-    assert (code, "stopped after step 2; the state is saved" in said) == (128 + signal.SIGTERM, True)
+    assert (code, "stopped after step 2" in said) == (128 + signal.SIGTERM, True)
     with (tmp_path / "metrics.jsonl").open("a") as log:
         log.write('{"step": 3, "lo')
     goes_on(words, tmp_path)
-    assert "val/image_retrieval_recall@1" in read_metrics(tmp_path / "metrics.jsonl")[-1]
+    assert "val/image_retrieval_recall@1" in rows(tmp_path)[-1]
 
 
-def test_sigusr1_saves_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    at_step(monkeypatch, 2, lambda: signal.raise_signal(signal.SIGUSR1))
-    goes_on(train(tmp_path), tmp_path)
+def test_sigusr1_saves_and_goes_on(tmp_path: Path) -> None:
+    with at_step(2, lambda _: signal.raise_signal(signal.SIGUSR1)):
+        goes_on(train(tmp_path), tmp_path)
     assert sorted(path.stem for path in (tmp_path / "state").glob("*.json")) == ["step-000000002", "step-000000004"]
 
 
@@ -80,16 +60,14 @@ def test_the_terminal_goes(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "kiloword", *train(tmp_path, steps=100_000)]
     heard = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # nohup, under which the tests may run, ignores it
     with subprocess.Popen(words, stderr=subprocess.PIPE, preexec_fn=heard) as process:
-        while not (rows := read_metrics(tmp_path / "metrics.jsonl")) or rows[-1]["step"] < 3:
+        while len(rows(tmp_path)) < 3:
             assert process.poll() is None
             time.sleep(0.05)
         assert process.stderr is not None
         process.stderr.close()
         process.send_signal(signal.SIGHUP)
         process.wait(timeout=120)
-    found = load_state(tmp_path / "state", pytest.fail)
-    assert found is not None
-    assert found[1]["step"] >= 3
+    assert state(tmp_path)[1]["step"] >= 3
 
 
 def test_two_runs_in_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from contents import tensors
 from kiloword.distributed.device import on_device
 from kiloword.verify.batch import batch
+from sources import tensors
 
 
 def test_a_gpu_copies_micro_batches_beside_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:

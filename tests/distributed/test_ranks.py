@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from commands import torchrun
 from kiloword.distributed import launch
 from kiloword.training.log import read_metrics
-from states import load_state
-from torchrun import torchrun
+from runs import rows, state
 
 TRAIN = ["train", "siglip", "--size", "debug", "--data", "scenes?levels=1&n=200", "--batch", "16", "--log-every", "1"]
 TRAIN += ["--model.text.context", "5", "--vocab", "300"]
@@ -58,7 +58,7 @@ def test_torchrun_reports_the_rank_that_failed_and_the_same_command_goes_on(tmp_
         assert re.search(rf"rank +: 1 .*{why}", cause, re.DOTALL), done.stderr
         assert done.stderr.count("kiloword: ") == 1  # of the first rank, and torchrun's report for the other
     subprocess.run(command, capture_output=True, timeout=240, check=True)
-    assert [row["step"] for row in read_metrics(out / "metrics.jsonl") if "lr" in row] == list(range(1, 7))
+    assert [row["step"] for row in rows(out) if "lr" in row] == list(range(1, 7))
 
 
 def trained(ranks: int, out: Path, *more: str) -> dict[str, torch.Tensor]:
@@ -110,16 +110,14 @@ def srun(*flags: object) -> Iterator[list[subprocess.Popen[str]]]:
 def test_sigterm_to_all_ranks_saves(tmp_path: Path) -> None:
     """As Kubernetes and SLURM do."""
     with srun("--workers", 1, "--out", tmp_path, "--steps", 100_000) as processes:
-        while not (rows := read_metrics(tmp_path / "metrics.jsonl")) or rows[-1]["step"] < 3:
+        while len(rows(tmp_path)) < 3:
             assert all(process.poll() is None for process in processes)
             time.sleep(0.05)
         for process in processes:
             process.send_signal(signal.SIGTERM)
         said = [process.communicate(timeout=240)[1] for process in processes]
         assert [process.returncode for process in processes] == [143, 143]
-    found = load_state(tmp_path / "state", pytest.fail)
-    assert found is not None
-    assert all(f"stopped after step {found[1]['step']}; the state is saved" in one for one in said)
+    assert all(f"stopped after step {state(tmp_path)[1]['step']}" in one for one in said)
 
 
 @pytest.mark.slow
@@ -132,22 +130,21 @@ def test_a_dry_run_of_several_ranks_is_printed_once(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-WORDS = "STEP_NUM_TASKS=4 PROCID=2 LOCALID=0 JOB_ID=4711 STEP_ID=1 STEP_NODELIST=gpu[07-09,12],login"
-STEP = {f"SLURM_{name}": value for name, _, value in (word.partition("=") for word in WORDS.split())}
-
-
 def test_srun_is_understood() -> None:
-    environment = dict(STEP)
+    about = {"STEP_NUM_TASKS": "4", "PROCID": "2", "LOCALID": "0", "JOB_ID": "4711", "STEP_ID": "1"}
+    about["STEP_NODELIST"] = "gpu[07-09,12],login"
+    step = {f"SLURM_{name}": value for name, value in about.items()}
+    environment = dict(step)
     assert launch.adopt(environment) == launch.adopt(environment) == 4
     named = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
     assert [environment[name] for name in named] == ["2", "4", "0", "gpu07"]
-    other = {**STEP, "SLURM_STEP_ID": "2"}
+    other = {**step, "SLURM_STEP_ID": "2"}
     launch.adopt(other)
     assert other["MASTER_PORT"] != environment["MASTER_PORT"]
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    assert launch.adopt(both := {**STEP, **torchrun}) == 2
+    assert launch.adopt(both := {**step, **torchrun}) == 2
     assert both["RANK"] == "1"
     assert launch.adopt({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) == 1  # a batch script is no step
     assert [launch.first_node(n) for n in ("a-b3", "n[1,3]", "n[01-02]x", "")] == ["a-b3", "n1", "n01", ""]
     with pytest.raises(ValueError, match="WORLD_SIZE is 3, but srun started 4 tasks"):
-        launch.adopt({**STEP, "WORLD_SIZE": "3"})
+        launch.adopt({**step, "WORLD_SIZE": "3"})

@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
-from contents import files_of
-from corpora import LOW, random_corpus
+from commands import torchrun
 from kiloword.api import Matcher
 from kiloword.apps.mine.search import search
 from kiloword.config.recipes import ModelFile
@@ -23,8 +23,7 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import collectives
 from kiloword.distributed.sharing import sharing
 from kiloword.evaluation import evaluate
-from kiloword.evaluation.caption import CaptionOptions
-from kiloword.evaluation.probe import ProbeOptions
+from kiloword.evaluation.tasks import CaptionOptions, ProbeOptions
 from kiloword.generation.captioner import Captioner
 from kiloword.generation.command import write_captions
 from kiloword.generation.options import GenerationOptions
@@ -37,12 +36,12 @@ from kiloword.stores.features import FeatureStore
 from kiloword.stores.teachers import KilowordTeacher as Teacher
 from kiloword.types import BadSample, Record, Skipped
 from kiloword.verify.suite import over_ranks
+from sources import LOW, files_of, random_corpus
 from threads import over_threads
-from torchrun import torchrun
 
 SHORT = GenerationOptions(method="greedy", longest=6)
 TASKS: dict[str, tuple[str, str, str, dict[str, Any]]] = {  # by name: method, task, data, options
-    "retrieval": ("prolip", "retrieval", "scenes:test?n=22&captions=2", {"chunk": 10}),
+    "retrieval": ("prolip", "retrieval", "scenes:test?n=22&captions=2", {}),
     "shortlist": ("llip", "retrieval", "scenes:test?n=22", {"shortlist": 4}),
     "zeroshot": ("clip", "zeroshot", "scenes:test?n=22&task=colour", {}),
     "filter": ("prolip", "zeroshot", "scenes:test?n=22&task=colour", {"prompts": "bprw"}),
@@ -76,7 +75,8 @@ def judged(name: str) -> tuple[dict[str, float], list[Skipped]]:
     method, task, data, options = TASKS[name]
     skipped: list[Skipped] = []
     source: Any = open_source(data, 32)
-    return evaluate(matcher(method), task, source, skipped=skipped, batch=5, **options), skipped
+    with patch("kiloword.evaluation.retrieval.CHUNK", 10):
+        return evaluate(matcher(method), task, source, skipped=skipped, batch=5, **options), skipped
 
 
 class Holes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,29 +11,23 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from folders import model_folder
+from commands import refused, said
 from kiloword.api import load
-from kiloword.cli.main import main
 from kiloword.config.recipes import sizes
 from kiloword.distributed import by_device
+from kiloword.methods.registry import preset
+from kiloword.models.build import build
 from kiloword.types import Texts
-from tests.pretended import pretended
+from tars import noise_batch
+from tests.pretended import placed, pretended
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SCENES = "scenes:test?n=12"
+FolderOf = Callable[[str], Path]
+IMAGES = noise_batch(3, 32)
 TEXTS = ["a red circle", "two blue squares and a star"]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("models")
-    return {name: str(model_folder(root / name, name)) for name in ("clip", "llip", "prolip", "sycoca")}
-
-
-def images(n: int = 3) -> Tensor:
-    return torch.randint(0, 256, (n, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 
 
 @contextmanager
@@ -49,17 +43,13 @@ def kinds(*parts: nn.Module) -> Iterator[set[torch.dtype]]:
             handle.remove()
 
 
-def run(*words: object) -> None:
-    main([str(word) for word in words])
-
-
 @pytest.mark.parametrize("method", ["clip", "llip", "prolip", "sycoca"])
-def test_encoders_compute_in_bf16_and_features_and_scores_are_fp32(folders: dict[str, str], method: str) -> None:
-    plain, half = load(folders[method]), load(folders[method], precision="bf16")
+def test_encoders_compute_in_bf16_and_features_and_scores_are_fp32(folder_of: FolderOf, method: str) -> None:
+    plain, half = load(folder_of(method)), load(folder_of(method), precision="bf16")
     with kinds(half.model.image_tower) as seeing, kinds(half.model.text_tower) as reading:
-        found = [half.encode_image(images()), half.encode_text(TEXTS)]
+        found = [half.encode_image(IMAGES), half.encode_text(TEXTS)]
     assert seeing == reading == {BF16}
-    expected = [plain.encode_image(images()), plain.encode_text(TEXTS)]
+    expected = [plain.encode_image(IMAGES), plain.encode_text(TEXTS)]
     for ours, theirs in zip(found, expected, strict=True):
         assert {name: value.dtype for name, value in ours.items()} == dict.fromkeys(theirs, FP32)
         assert float(1 - torch.cosine_similarity(ours["vec"], theirs["vec"]).min()) < 1e-2
@@ -69,17 +59,11 @@ def test_encoders_compute_in_bf16_and_features_and_scores_are_fp32(folders: dict
 
 
 def test_precision_on_a_pretended_device() -> None:
-    from kiloword.methods.registry import preset
-    from kiloword.models.build import build
-    from tests.pretended import placed
-
     model = build(sizes()["debug"], preset("llip"), bare=True)
     with pretended():
         placed(model)
         model.precision = "bf16"
-        texts = Texts(
-            torch.zeros(7, dtype=torch.int64, device="cuda"), torch.zeros(3, dtype=torch.int64, device="cuda"), 4
-        )
+        texts = Texts(*(torch.zeros(n, dtype=torch.int64, device="cuda") for n in (7, 3)), 4)
         pixels = torch.zeros(2, 3, 32, 32, dtype=torch.uint8, device="cuda")
         with kinds(model.image_tower, model.text_tower) as computing, torch.no_grad():
             tokens, seen = model.encode_image(pixels)
@@ -103,26 +87,24 @@ def test_auto_is_bf16_for_large_models_on_cuda() -> None:
     assert by_device.encoder_precision("bf16", tiny, "cpu") == "bf16"
 
 
-def test_eval_takes_a_precision(folders: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found, words = {}, ("eval", "retrieval", folders["llip"], "--data", SCENES, "--device", "cpu")
+def test_eval_takes_a_precision(folder_of: FolderOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found, words = {}, ("eval", "retrieval", str(folder_of("llip")), "--data", SCENES, "--device", "cpu")
     for precision in ("fp32", "auto", "bf16"):
-        run(*words, "--json", tmp_path / f"{precision}.json", "--precision", precision)
-        found[precision] = json.loads((tmp_path / f"{precision}.json").read_text())
+        said(capsys, *words, "--json", tmp_path / "r.json", "--precision", precision)
+        found[precision] = json.loads((tmp_path / "r.json").read_text())
     assert found["auto"] == found["fp32"]
     assert found["bf16"] != found["fp32"]
     bounds = {name: 0.6 if name == "rsum" else 0.1 for name in found["fp32"]}  # rsum is a sum of six recalls
     assert all(found["bf16"][name] == pytest.approx(value, abs=bounds[name]) for name, value in found["fp32"].items())
     with pytest.raises(ValueError, match="fp16"):
-        load(folders["clip"], precision="fp16")
-    with pytest.raises(SystemExit) as end:
-        run(*words, "--precision", "fp16")
-    assert end.value.code == 2
-    assert "fp16" in capsys.readouterr().err
+        load(folder_of("clip"), precision="fp16")
+    assert "fp16" in refused(capsys, *words, "--precision", "fp16")
 
 
-def test_a_table_of_captions_has_one_precision(folders: dict[str, str], tmp_path: Path) -> None:
-    words = ("caption", folders["sycoca"], "--data", SCENES, "--out", tmp_path / "c.parquet", "--device", "cpu")
-    run(*words, "--precision", "bf16")
+def test_a_table_of_captions_has_one_precision(
+    folder_of: FolderOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("caption", folder_of("sycoca"), "--data", SCENES, "--out", tmp_path / "c.parquet", "--device", "cpu")
+    said(capsys, *words, "--precision", "bf16")
     assert json.loads(pq.read_schema(tmp_path / "c.parquet").metadata[b"kiloword"])["precision"] == "bf16"
-    with pytest.raises(SystemExit):
-        run(*words)
+    assert "precision" in refused(capsys, *words)

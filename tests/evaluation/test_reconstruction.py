@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from kiloword.api import Matcher
 from kiloword.config.recipes import ImageConfig, sizes
@@ -17,29 +19,25 @@ from kiloword.data.scenes.source import parse_scenes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.reconstruction import values, wrong_captions
-from kiloword.explain.reconstruct import caption_similarity, fill, mim_settings, reconstruct
+from kiloword.explain.reconstruct import fill, mim_settings, reconstruct
 from kiloword.methods.coca import masking
 from kiloword.methods.coca import sycoca as masked_images
-from kiloword.methods.coca.masking import MaskSettings
 from kiloword.methods.registry import preset
 from kiloword.model.image import unfold
 from kiloword.models.build import build
-from kiloword.types import Record, Skipped, Texts
-from noise import noise
+from kiloword.types import Skipped, Texts
+from tars import draw, noise_batch
 
 CAPTIONS = ["a red circle", "two blue squares", "a green star left of a circle"]
 IMAGE = ImageConfig(size=32, patch=8, width=32, depth=1, heads=2, mlp=64)  # 16 patches
+PIXELS = noise_batch(3, 32)
 HIDDEN = torch.tensor([[0, 5, 15], [1, 2, 3], [4, 8, 12]])
 
 
-def matcher(method: str = "sycoca", **settings: Any) -> Matcher:
-    made = preset(method, settings)
+def matcher(**settings: Any) -> Matcher:
+    made = preset("sycoca", settings)
     model = build(replace(sizes()["debug"], image=IMAGE), made, seed=1)
     return Matcher(model, Tokenizer.train([c for c in CAPTIONS for _ in range(3)], 300), made)
-
-
-def pixels(n: int = 3) -> Tensor:
-    return noise(n, 32)
 
 
 def packed(model: Matcher, captions: list[str]) -> Texts:
@@ -48,16 +46,16 @@ def packed(model: Matcher, captions: list[str]) -> Texts:
 
 def test_only_hidden_patches_are_painted() -> None:
     model = matcher().model
-    out = fill(model, pixels(), HIDDEN, torch.full((3, 3, 192), 0.0))
+    out = fill(model, PIXELS, HIDDEN, torch.full((3, 3, 192), 0.0))
     mean = torch.tensor([round(255 * m) for m in model.config.preprocess.mean], dtype=torch.uint8)
     for n in range(3):
         for p in range(16):
             patch = (slice(None), slice(p // 4 * 8, p // 4 * 8 + 8), slice(p % 4 * 8, p % 4 * 8 + 8))
-            expected = mean[:, None, None].expand(3, 8, 8) if p in HIDDEN[n] else pixels()[n][patch]
+            expected = mean[:, None, None].expand(3, 8, 8) if p in HIDDEN[n] else PIXELS[n][patch]
             assert torch.equal(out[n][patch], expected)
-    true = masked_images.pixels(model, pixels(), HIDDEN, norm_pix=False)
-    assert torch.equal(fill(model, pixels(), HIDDEN, true), pixels())
-    wild = fill(model, pixels(), HIDDEN, torch.full_like(true, 100.0))
+    true = masked_images.pixels(model, PIXELS, HIDDEN, norm_pix=False)
+    assert torch.equal(fill(model, PIXELS, HIDDEN, true), PIXELS)
+    wild = fill(model, PIXELS, HIDDEN, torch.full_like(true, 100.0))
     assert unfold(wild, 8).gather(1, HIDDEN[..., None].expand(-1, -1, 192)).unique().tolist() == [255]
 
 
@@ -69,34 +67,21 @@ def test_what_is_painted_is_what_the_term_compares(op: Any, norm_pix: bool) -> N
     settings, m = mim_settings(model), model.model
     with torch.no_grad():
         texts = packed(model, CAPTIONS)
-        right, none = reconstruct(m, pixels(), HIDDEN, [texts, packed(model, [""] * 3)], settings)
+        right, none = reconstruct(m, PIXELS, HIDDEN, [texts, packed(model, [""] * 3)], settings)
         assert not torch.allclose(right, none)
         for n in range(3):
             one = slice(n, n + 1)
-            alone = reconstruct(m, pixels()[one], HIDDEN[one], [texts.cut(n, n + 1)], settings)[0]
+            alone = reconstruct(m, PIXELS[one], HIDDEN[one], [texts.cut(n, n + 1)], settings)[0]
             torch.testing.assert_close(alone[0], right[n], atol=1e-5, rtol=1e-4)
-        blank = fill(m, pixels(), HIDDEN, torch.zeros(3, 3, 192))  # hidden pixels do not leak
-        torch.testing.assert_close(masking.visible(m, blank, HIDDEN, op), masking.visible(m, pixels(), HIDDEN, op))
-        tokens = masking.visible(m, pixels(), HIDDEN, op)
+        blank = fill(m, PIXELS, HIDDEN, torch.zeros(3, 3, 192))  # hidden pixels do not leak
+        torch.testing.assert_close(masking.visible(m, blank, HIDDEN, op), masking.visible(m, PIXELS, HIDDEN, op))
+        tokens = masking.visible(m, PIXELS, HIDDEN, op)
         found = m.more["image_decoder"](tokens, HIDDEN, m.text_tower(texts), m.text_tower.packing(texts))
-        target = masked_images.pixels(m, pixels(), HIDDEN, norm_pix)
-        true = masked_images.pixels(m, pixels(), HIDDEN, norm_pix=False)
+        target = masked_images.pixels(m, PIXELS, HIDDEN, norm_pix)
+        true = masked_images.pixels(m, PIXELS, HIDDEN, norm_pix=False)
         deviation = (true.var(-1) + 1e-6).sqrt() if norm_pix else 1.0
     term = masked_images.distance(found, target)
     torch.testing.assert_close(masked_images.distance(right, true), term * deviation, atol=1e-5, rtol=1e-4)
-
-
-def test_caption_similarity_is_the_greatest_similarity() -> None:
-    model = matcher()
-    m = model.model
-    with torch.no_grad():
-        found = caption_similarity(m, pixels(), packed(model, CAPTIONS), MaskSettings())
-        for n, caption in enumerate(CAPTIONS):
-            texts = packed(model, [caption])
-            words = m.head.pooling.project_text_tokens(m.text_tower(texts))[: -len(m.config.text.extra_tokens)]
-            patches = m.head.pooling.project_image_tokens(m.image_tokens(pixels()[n : n + 1])[0, 1:])
-            literal = [max(float(torch.cosine_similarity(p, w, dim=0)) for w in words) for p in patches]
-            torch.testing.assert_close(found[n], torch.tensor(literal), atol=1e-5, rtol=1e-4)
 
 
 def test_metrics_are_arithmetic_over_images() -> None:
@@ -125,7 +110,10 @@ def test_task_against_a_loop_over_images(settings: dict[str, Any]) -> None:
     with torch.no_grad():
         for row, record in enumerate(records):
             image, right = images[row : row + 1], record.captions[0]
-            scored = caption_similarity(m, image, packed(model, [right]), mim)[0].tolist()
+            tokens = m.text_tower(packed(model, [right]))
+            words = m.head.pooling.project_text_tokens(tokens)[: -len(m.config.text.extra_tokens)]
+            patches = m.head.pooling.project_image_tokens(m.image_tokens(image)[0, 1:])
+            scored = torch.cosine_similarity(patches[:, None], words, dim=2).amax(1).tolist()
             hidden = torch.tensor([sorted(sorted(range(16), key=lambda p: -scored[p])[: int(16 * mim.mim_share)])])
             true = unfold(m.normalise(image), 8)[0, hidden[0]]
             for name, caption in {"right": right, "wrong": wrong[row], "none": ""}.items():
@@ -158,42 +146,25 @@ def test_wrong_captions_are_others_and_false() -> None:
     assert len(set(found.values())) > 10
 
 
-class Few:
-    """Three images, of which two have one caption; one more has none."""
-
-    name, fingerprint = "few", "few-1"
-
-    def __len__(self) -> int:
-        return 4
-
-    def record(self, row: int) -> Record:
-        captions = [["a dog"], ["a dog"], ["a cat", "a dog"], []][row]
-        return Record(f"k{row}", np.full((40, 30, 3), 60 * row, np.uint8), captions)
-
-
-def test_unusable_images_are_named_and_models_that_do_not_paint_refused() -> None:
-    skipped: list[Skipped] = []
-    found = evaluate(matcher(), "reconstruction", Few(), skipped=skipped)
+def test_unusable_images_are_named(tmp_path: Path) -> None:
+    captions = {"a": ["a dog"], "b": ["a dog"], "c": ["a cat", "a dog"], "d": []}
+    lines = [json.dumps({"image": f"{name}.png", "captions": texts}) for name, texts in captions.items()]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    for name in captions:
+        draw(tmp_path / f"{name}.png", ord(name))
+    skipped = list[Skipped]()
+    found = evaluate(matcher(), "reconstruction", str(tmp_path / "data.jsonl"), skipped=skipped)
     assert (found["images"], found["skipped"]) == (2, 2)
-    assert {s.key: s.reason for s in skipped} == {
-        "k3": "no caption",
-        "k2": "no caption of another image is wrong for it",
-    }
-    for model, source, word in (
-        (matcher(), parse_scenes("scenes:test?n=1", 32), "different captions"),
-        (matcher("coca"), Few(), "image decoder"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            evaluate(model, "reconstruction", source)
-    found = evaluate(matcher(guide="none"), "reconstruction", parse_scenes("scenes:test?n=4", 32))  # reads no text
+    assert {one.key[0]: "wrong" in one.reason for one in skipped} == {"d": False, "c": True}
+
+
+def test_models_that_read_no_text_or_do_not_paint(matcher_of: Callable[[str], Matcher]) -> None:
+    found = evaluate(matcher(guide="none"), "reconstruction", "scenes:test?n=4")
     names = {f"reconstruction_l1_{name}" for name in ("none", "mean_colour", "mean_image")}
     assert {name.split("@")[0] for name in found} == {"images", "skipped", *names}
-
-
-def test_settings_come_from_the_method() -> None:
-    found = mim_settings(matcher(similar_to="words", mim_share=0.25))
-    assert (found.similar_to, found.mim_share) == ("words", 0.25)
-    painter = matcher()
-    painter.method = None
-    with pytest.raises(ValueError, match=r"kiloword\.load"):
-        mim_settings(painter)
+    unknown = matcher()
+    unknown.method = None
+    refused = ((matcher(), 1, "different captions"), (matcher_of("coca"), 4, "image decoder"), (unknown, 4, "load"))
+    for model, n, word in refused:
+        with pytest.raises(ValueError, match=word):
+            evaluate(model, "reconstruction", f"scenes:test?n={n}")

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kiloword.api import Matcher
-from kiloword.config.recipes import sizes
-from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
-from kiloword.evaluation.caption import CaptionOptions
 from kiloword.evaluation.caption_metrics import VARIETY, score_captions
 from kiloword.evaluation.suite import read_suite
-from kiloword.evaluation.vqa import VqaOptions
+from kiloword.evaluation.tasks import CaptionOptions, VqaOptions
 from kiloword.generation.options import GenerationOptions
-from kiloword.methods.registry import preset
-from kiloword.models.build import build
 from tars import photo
 
 DOMAINS = ["in", "out", "near", "in", "out", "near"]
@@ -28,19 +23,12 @@ CAPTIONS = [[f"a {c} {n}" for c in ("dog on grass", "brown dog", "bus")[: 1 + n 
 IDS = [581, 42, 7, 99, 3, 12]
 FILES = [f"COCO_val2014_{one:012d}.jpg" for one in IDS]
 ANSWERS = [["red"] * 10, ["2"] * 9 + ["two"], ["yes"] * 4 + ["no"] * 6]
-TOKENIZER = Tokenizer.train([text for texts in CAPTIONS for text in texts] * 4, 300)
 HOW: dict[str, Any] = {"generate": GenerationOptions(method="greedy", longest=8), "judge": CaptionOptions(meteor=False)}
 
 
-def model(method: str) -> Matcher:
-    config = sizes()["debug"]
-    text = replace(config.text, vocab=TOKENIZER.vocab, special=TOKENIZER.roles.ids())
-    return Matcher(build(replace(config, text=text), preset(method), seed=0), TOKENIZER)
-
-
-@pytest.fixture(scope="module")
-def writer() -> Matcher:
-    return model("coca")
+@pytest.fixture
+def writer(matcher_of: Callable[[str], Matcher]) -> Matcher:
+    return matcher_of("coca")
 
 
 def dump(path: Path, data: Any) -> Path:
@@ -110,17 +98,16 @@ def test_results_of_captions(writer: Matcher, data: Path, capsys: pytest.Capture
 def test_refusals(writer: Matcher, data: Path, src: str, options: dict[str, Any], word: str) -> None:
     (data / "twice.csv").write_text(f"image,caption,image_id\n{FILES[0]},a,5\n{FILES[1]},b,5\n")
     (data / "val2014" / FILES[0]).with_suffix(".txt").write_text("a dog")
-    how = {"judge": HOW["judge"]} if "captions" in options else HOW
     if "captions" in options:
-        options = {**options, "captions": dump(data / "said.json", options["captions"])}
-    if "results" in options:
-        options = {"results": data / options["results"]}
+        options = {"captions": dump(data / "said.json", options["captions"]), "judge": HOW["judge"]}
+    else:
+        options = {"results": data / options["results"], **HOW}
     with pytest.raises(ValueError, match=word):
-        evaluate(None if "captions" in options else writer, "caption", f"{data}/{src}", **how, **options)
+        evaluate(None if "captions" in options else writer, "caption", f"{data}/{src}", **options)
     assert not (data / "results.json").exists()
 
 
-def test_questions_are_answered_and_exported(data: Path) -> None:
+def test_questions_are_answered_and_exported(matcher_of: Callable[[str], Matcher], data: Path) -> None:
     """VQAv2's questions and annotations, and the same as a csv."""
     rows = [{"image_id": IDS[n], "question": f"what is {n}?", "question_id": 10 * IDS[n]} for n in range(3)]
     kinds = [{"question_type": f"what is {n % 2}", "answer_type": "other"} for n in range(3)]
@@ -130,13 +117,14 @@ def test_questions_are_answered_and_exported(data: Path) -> None:
     ]
     src = dump(data / "v2_OpenEnded_mscoco_val2014_questions.json", {"questions": rows, "data_subtype": "val2014"})
     known = dump(data / "v2_mscoco_val2014_annotations.json", {"annotations": answers})
+    lines = [
+        (name, row["question"], json.dumps(texts), *kind.values(), row["question_id"])
+        for name, row, texts, kind in zip(FILES, rows, ANSWERS, kinds, strict=False)
+    ]
     with (data / "vqa.csv").open("w", newline="") as file:
-        csv.writer(file).writerow(["image", "question", "answers", *kinds[0], "question_id"])
-        for name, row, texts, kind in zip(FILES, rows, ANSWERS, kinds, strict=False):
-            values = [name, row["question"], json.dumps(texts), *kind.values(), row["question_id"]]
-            csv.writer(file).writerow(values)
+        csv.writer(file).writerows([["image", "question", "answers", *kinds[0], "question_id"], *lines])
     (data / "list.txt").write_text("red\n2\nno\nyes\n")
-    matcher, out, options = model("vqa"), data / "results.json", VqaOptions(answers=data / "list.txt")
+    matcher, out, options = matcher_of("vqa"), data / "results.json", VqaOptions(answers=data / "list.txt")
     found = evaluate(matcher, "vqa", str(src), vqa=options, results=out)
     assert found == evaluate(matcher, "vqa", f"{data}/vqa.csv?images=val2014", vqa=options)
     assert {"accuracy", "accuracy/question/what is 0", "accuracy/answer/other"} <= set(found)

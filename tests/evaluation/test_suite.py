@@ -1,4 +1,4 @@
-"""Suites: what a file declares, where data sets are found, one table of all, and what is kept of a killed run."""
+"""Suites: where data sets are found, one table of all, what is kept of a killed run, and the suites of papers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import csv
 import json
 import re
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import kiloword
-from folders import model_folder
 from kiloword.cli.main import main
 from kiloword.data.classes.names import read_classnames, read_templates
 from kiloword.evaluation import evaluate
@@ -53,11 +54,6 @@ groups = ["classes"]
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("suite") / "first")
-
-
 def suite_file(folder: Path, *parts: str) -> str:
     path = folder / "mine.toml"
     path.write_text('title = "Mine"\nsource = "A table."\n' + "".join(parts))
@@ -73,12 +69,12 @@ def ran(*words: str | Path) -> int:
     return 0
 
 
-def test_one_table_of_all_data_sets(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each value is that of the task alone; a mean that lacks data sets says so; the other files say the same."""
+def test_one_table_of_all_data_sets(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each value is that of the task alone; a mean that lacks data sets says so."""
     suite, files = suite_file(tmp_path, COLOURS, PAIRS, ABSENT), [tmp_path / f"r.{end}" for end in ("json", "csv")]
     page = tmp_path / "r.html"
-    assert ran(suite, model, "--data", tmp_path, "--json", files[0], "--csv", files[1], "--html", page) == 1
-    matcher = kiloword.load(model)
+    assert ran(suite, folder, "--data", tmp_path, "--json", files[0], "--csv", files[1], "--html", page) == 1
+    matcher = kiloword.load(folder)
     colours = evaluate(matcher, "zeroshot", "scenes:test?task=colour&n=12", templates=["a {c} thing"])
     pairs = evaluate(matcher, "retrieval", "scenes:test?n=8")
     pair_mean = (pairs["image_retrieval_recall@1"] + pairs["text_retrieval_recall@1"]) / 2
@@ -90,18 +86,17 @@ def test_one_table_of_all_data_sets(tmp_path: Path, model: Path, capsys: pytest.
     assert re.search(rf"average +2 of 3, incomplete +{mean:.4f}\n", output)
     assert f"missing: absent (looked for as {tmp_path}/absent, {tmp_path}/wds_absent, " in output
     written = json.loads(files[0].read_text())
-    assert written["data_sets"]["colours"]["metrics"] == {"first": colours}
-    assert written["data_sets"]["pairs"]["metrics"] == {"first": pairs}
+    assert written["data_sets"]["colours"]["metrics"] == {"siglip": colours}
+    assert written["data_sets"]["pairs"]["metrics"] == {"siglip": pairs}
     assert written["data_sets"]["absent"]["state"] == "missing"
-    assert written["averages"]["average"] == {"n": 2, "of": 3, "complete": False, "values": {"first": mean}}
+    assert written["averages"]["average"] == {"n": 2, "of": 3, "complete": False, "values": {"siglip": mean}}
     assert written["averages"]["pairs of all kinds"]["complete"]
-    rows = {row["data_set"]: float(row["first"]) for row in csv.DictReader(files[1].read_text().splitlines())}
+    rows = {row["data_set"]: float(row["siglip"]) for row in csv.DictReader(files[1].read_text().splitlines())}
     named = {"classes": colours["acc1"], "pairs of all kinds": pair_mean, "average": mean}
     assert rows == {"colours": colours["acc1"], "pairs": pair_mean, **named}
-    assert (written["models"], written["version"]) == ({"first": str(model)}, kiloword.__version__)
+    assert (written["models"], written["version"]) == ({"siglip": str(folder)}, kiloword.__version__)
     assert f"{mean:.4f}" in page.read_text()
-    assert f"Data sets below {tmp_path}." in page.read_text()
-    assert ran(suite, model, "--data", tmp_path, "--dry-run") == 1
+    assert ran(suite, folder, "--data", tmp_path, "--dry-run") == 1
     assert "missing: absent" in capsys.readouterr().out
 
 
@@ -111,9 +106,10 @@ def evaluated(errors: str) -> list[str]:
 
 
 def test_a_killed_run_continues_and_changes_are_evaluated_again(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, folder_of: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Options, data and models count, a model by its weights; and the contents of files and folders that are named."""
+    model = folder_of("siglip")
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "0.png").write_bytes(photo())
     (tmp_path / "swaps").mkdir()
@@ -143,24 +139,23 @@ def test_a_killed_run_continues_and_changes_are_evaluated_again(
     classes.write_text(json.dumps({"one": colour_names[::-1], "two": ["a"]}))
     assert found(model, colours, COMPOSED)[1] == ["colours"]
     assert found(model, colours, more=("--dim", "8"))[1] == ["colours"]
-    assert found(model_folder(tmp_path / "clip", "clip"), colours, COMPOSED)[1] == ["colours", "images"]
+    assert found(folder_of("clip"), colours, COMPOSED)[1] == ["colours", "images"]
     assert found(model, colours, PAIRS, more=("--only", "classes"))[1] == []
     planned = found(model, colours, PAIRS.replace("n=8", "n=7"), more=("--dry-run",))[0].splitlines()
-    assert [line.endswith("(stored: first)") for line in planned] == [True, False]
+    assert [line.endswith("(stored: siglip)") for line in planned] == [True, False]
 
 
 def test_a_data_set_that_fails_does_not_end_the_others(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, folder: Path, folder_of: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "colours").mkdir()
     wrong = PAIRS.replace("recall@1", "recall@7").replace('"pairs"', '"wrong"')
     suite = suite_file(tmp_path, COLOURS, wrong, PAIRS)
-    other = model_folder(tmp_path / "second", "clip")
-    assert ran(suite, model, other, "--data", tmp_path, "--json", tmp_path / "r.json") == 1
-    output = capsys.readouterr()
-    assert "failed: colours with first: " in output.out
-    assert "image_retrieval_recall@7" in output.out
-    assert re.search(r"^ +first +second\npairs +image_retrieval_recall@1 and text", output.out)
+    assert ran(suite, folder, folder_of("clip"), "--data", tmp_path, "--json", tmp_path / "r.json") == 1
+    output = capsys.readouterr().out
+    assert "failed: colours with siglip: " in output
+    assert "image_retrieval_recall@7" in output
+    assert re.search(r"^ +siglip +clip\npairs +", output)
     written = json.loads((tmp_path / "r.json").read_text())
     states = {name: one["state"] for name, one in written["data_sets"].items()}
     assert states == {"colours": "failed", "wrong": "failed", "pairs": "evaluated"}
@@ -179,71 +174,66 @@ def test_a_data_set_that_fails_does_not_end_the_others(
         (COLOURS.replace('"colours"', '"../colours"'), "", "../colours"),
         (COLOURS.replace('"classes"', '"average"'), "", "average"),
         (COLOURS.replace('"classes"', '"colours"'), "", "group"),
-        ("dataset = []", "", "no data sets"),
-        ("x = ", "", "no suite"),
+        ("dataset = []", "", "dataset"),
+        ("x = ", "", "mine.toml"),
         (ABSENT, "", "wds_absent"),
         (COLOURS, "--only colors", "colours"),
         (COLOURS, "--data nowhere", "nowhere"),
         (COLOURS, "--out {folder}/mine.toml/x", "cannot write"),
     ],
 )
-def test_wrong_suites_get_one_message(
-    text: str, words: str, word: str, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+def test_refused_suites(
+    text: str, words: str, word: str, tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    suite = suite_file(tmp_path, text)
     more = words.format(folder=tmp_path).split()
     more += [] if "--data" in more else ["--data", str(tmp_path)]
-    assert ran(suite, model, *more) == 2
-    output = capsys.readouterr()
-    assert word in output.err
-    assert "Traceback" not in output.err
+    assert ran(suite_file(tmp_path, text), folder, *more) == 2
+    assert word in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "folder",
+    "place",
     ["vtab/dtd/test", "wds_vtab-dtd/test", "wds_vtab-dtd_test/test", "wds/vtab/dtd/test", "wds_dtd", "dtd.csv"],
 )
-def test_where_data_sets_are_found(folder: str, tmp_path: Path) -> None:
+def test_where_data_sets_are_found(place: str, tmp_path: Path) -> None:
     data = ("vtab/dtd", "dtd.csv?label=class")
     entry = Entry(name="dtd", data=data, split="test", task="zeroshot", metric="acc1")
     assert entry.located(tmp_path) is None
-    place = tmp_path / folder
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.touch() if place.suffix else place.mkdir()
-    assert entry.located(tmp_path) == (f"{place}?label=class" if place.suffix else str(place))
+    path = tmp_path / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch() if path.suffix else path.mkdir()
+    assert entry.located(tmp_path) == (f"{path}?label=class" if path.suffix else str(path))
+    split = tmp_path / "wds_dtd" / "val"  # a folder with the split has precedence
+    split.mkdir(parents=True)
+    assert replace(entry, split="val").located(tmp_path) == str(split)
 
 
-@pytest.mark.parametrize(("split", "place"), [("test", "dtd"), ("val", "wds_dtd/val")])
-def test_a_folder_with_the_split_has_precedence(split: str, place: str, tmp_path: Path) -> None:
-    (tmp_path / "dtd").mkdir()
-    (tmp_path / "wds_dtd" / "val").mkdir(parents=True)
-    entry = Entry(name="dtd", split=split, task="zeroshot", metric="acc1")
-    assert entry.located(tmp_path) == str(tmp_path / place)
+def test_options_that_name_files_are_found_below_the_root(tmp_path: Path) -> None:
+    part = COLOURS.replace('options = { templates = ["a {c} thing"] }', 'files = { templates = ["a/t.txt", "t.txt"] }')
+    suite = read_suite(suite_file(tmp_path, part, PAIRS))
+    missing = data_sets(suite, tmp_path)[0]
+    assert (missing.state, missing.places) == ("missing", [f"{tmp_path}/a/t.txt", f"{tmp_path}/t.txt"])
+    (tmp_path / "t.txt").write_text("the {c}")
+    assert data_sets(suite, tmp_path)[0].options.templates == f"{tmp_path}/t.txt"
+
+
+SIZES = {
+    "datacomp38": {"VTAB": 13, "ImageNet": 1, "ImageNet shifts": 6, "Retrieval": 3, "average": 38},
+    "llip22": {"average": 22},
+    "fff11": {"average": 11},
+    "vtab+": {"VTAB": 19, "average": 35},
+    "robustness": {"shifts": 5, "average": 6},
+}
 
 
 @pytest.mark.parametrize("name", names())
-def test_the_suites_of_the_package_are_declared_whole(name: str) -> None:
+def test_the_suites_of_the_package(name: str) -> None:
+    """Class names and templates that they name exist; suites of papers have their numbers of data sets."""
     suite = read_suite(name)
-    assert suite.name == name
-    assert suite.title
-    assert suite.source
     for options in (entry.options for entry in suite.dataset):
         assert "classnames" not in options or read_classnames(options["classnames"])
         assert "templates" not in options or read_templates(options["templates"])
-
-
-@pytest.mark.parametrize(
-    ("name", "groups"),
-    [
-        ("datacomp38", {"VTAB": 13, "ImageNet": 1, "ImageNet shifts": 6, "Retrieval": 3, "average": 38}),
-        ("llip22", {"average": 22}),
-        ("fff11", {"average": 11}),
-        ("vtab+", {"VTAB": 19, "average": 35}),
-        ("robustness", {"shifts": 5, "average": 6}),
-    ],
-)
-def test_suites_of_papers_have_their_numbers_of_data_sets(name: str, groups: dict[str, int]) -> None:
-    assert {group: len(entries) for group, entries in read_suite(name).groups().items()} == groups
+    assert name not in SIZES or {group: len(entries) for group, entries in suite.groups().items()} == SIZES[name]
 
 
 def test_datacomp_counts_the_metrics_of_its_list() -> None:
@@ -258,14 +248,3 @@ def test_datacomp_counts_the_metrics_of_its_list() -> None:
         "dollar_street": "acc_top5_wg",
         "geode": "acc_wg",
     }
-
-
-def test_options_that_name_files_are_found_below_the_root(tmp_path: Path) -> None:
-    part = COLOURS.replace('options = { templates = ["a {c} thing"] }', 'files = { templates = ["a/t.txt", "t.txt"] }')
-    suite = read_suite(suite_file(tmp_path, part, PAIRS))
-    missing = data_sets(suite, tmp_path)[0]
-    assert (missing.state, missing.places) == ("missing", [f"{tmp_path}/a/t.txt", f"{tmp_path}/t.txt"])
-    (tmp_path / "t.txt").write_text("the {c}")
-    found = data_sets(suite, tmp_path)[0]
-    assert found.state == "evaluated"
-    assert found.options.templates == f"{tmp_path}/t.txt"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ import torch
 from torch import Tensor
 
 import kiloword
-from folders import model_folder
+from kiloword.api import Matcher
 from kiloword.cli.main import main
 from kiloword.data.classes.names import prompts
 from kiloword.evaluation import evaluate
-from kiloword.evaluation.prompts import PromptOptions
-from kiloword.evaluation.zeroshot import ZeroshotTaskOptions, figures
+from kiloword.evaluation.tasks import PromptOptions, ZeroshotTaskOptions
+from kiloword.evaluation.zeroshot import figures
 from kiloword.report.blocks import Block, Gallery, Matrix
 from tars import photo, write_tar
 
@@ -38,14 +39,19 @@ def judged(scores: Tensor, labels: Tensor, infos: Infos = [], **options: Any) ->
 
 
 def test_figures_by_hand() -> None:
+    """Classes without an image do not count, ties are shared, and acc5 needs five classes."""
+    scores = torch.tensor([[3.0, 2, 1], [3, 2, 1], [3, 2, 1], [1, 1, 0]])
+    labels = torch.tensor([0, 0, 1, 1])
+    assert dict(figures(scores, labels)) == {"acc1": (1 + 1 + 0 + 0.5) / 4, "mean_per_class_recall": (1 + 0.25) / 2}
     scores, labels = scored(0, 70, 9)
-    found = (scores.argsort(1, descending=True)[:, :5] == labels[:, None]).double()
-    recalls = [found[labels == c, 0].mean().item() for c in labels.unique()]
+    right = (scores.argsort(1, descending=True)[:, :5] == labels[:, None]).double()
     assert dict(figures(scores, labels)) == {
-        "acc1": pytest.approx(found[:, 0].mean().item()),
-        "acc5": pytest.approx(found.sum(1).mean().item()),
-        "mean_per_class_recall": pytest.approx(sum(recalls) / len(recalls)),
+        "acc1": pytest.approx(right[:, 0].mean().item()),
+        "acc5": pytest.approx(right.sum(1).mean().item()),
+        "mean_per_class_recall": pytest.approx(np.mean([right[labels == c, 0].mean() for c in range(8)])),
     }
+    targets = torch.tensor([[1, 0]] * 5)  # the precision of a class without images is 0
+    assert dict(figures(torch.rand(5, 2), targets))["mean_average_precision"] == 0.5
 
 
 def test_prompts_of_classes() -> None:
@@ -84,7 +90,7 @@ def test_accuracy_by_group_is_that_of_the_group_alone() -> None:
 
 
 def test_f1_is_scikit_learns() -> None:
-    """As WILDS calls it: over the classes that occur."""
+    """As WILDS calls it: over the classes that occur; each of equal scores counts in part."""
     sklearn = pytest.importorskip("sklearn.metrics", reason="needs scikit-learn")
     scores, labels = scored(2, 100, 12)
     expected = sklearn.f1_score(labels, scores.argmax(1), average="macro", labels=labels.unique())
@@ -122,23 +128,22 @@ def test_images_with_several_classes() -> None:
 
 
 @pytest.fixture(scope="module")
-def grouped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model, and a tar of 12 images of 6 classes whose json has a region."""
-    folder = tmp_path_factory.mktemp("tally")
-    members = {}
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tar of 12 images of 6 classes whose json has a region."""
+    folder, members = tmp_path_factory.mktemp("data"), {}
     for n in range(12):
         info = json.dumps({"region": ["north", "south"][n % 2], "id": n}).encode()
         members |= {f"{n:02d}.png": photo(n), f"{n:02d}.cls": str(n % 6).encode(), f"{n:02d}.json": info}
-    write_tar(folder / "data" / "0.tar", members)
-    (folder / "data" / "classnames.txt").write_text("\n".join(PAIRS))
-    return model_folder(folder / "model", "prolip"), folder / "data"
+    write_tar(folder / "0.tar", members)
+    (folder / "classnames.txt").write_text("\n".join(PAIRS))
+    return folder
 
 
 def test_a_data_set_and_its_page(
-    grouped: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder_of: Callable[[str], Path], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The confusions are those of the model, and mistakes are surest first."""
-    model, data = grouped
+    """The confusions are those of the model."""
+    model = folder_of("prolip")
     page, out = tmp_path / "page.html", tmp_path / "values.json"
     flags = ("--group-by", "region", "--macro-f1", "--attributes", "--html", str(page), "--json", str(out))
     main(["eval", "zeroshot", str(model), "--data", str(data), *flags])
@@ -148,12 +153,12 @@ def test_a_data_set_and_its_page(
     assert values["acc_wg"] == values["acc_worst_region"] == min(by_region)
     assert sum(by_region) / 2 == pytest.approx(values["acc1"])
     assert values["object_acc1"] >= values["acc1"]
-    output, shown = capsys.readouterr().out, page.read_text()
+    output = capsys.readouterr().out
     assert "acc_region:north" in output
     assert "count_region" not in output
-    assert all(text in shown for text in (f"{by_region[1]:.4f}", "ripe apple", "<img"))
-    blocks, matcher = list[Block](), kiloword.load(model)
-    found = evaluate(matcher, "zeroshot", str(data), prompts="topk", group_by=("region",), blocks=blocks)
+    assert all(text in page.read_text() for text in (f"{by_region[1]:.4f}", "ripe apple", "<img"))
+    blocks = list[Block]()
+    found = evaluate(kiloword.load(model), "zeroshot", str(data), prompts="topk", group_by=("region",), blocks=blocks)
     assert {"kept", "acc_wg", "ensemble_acc1"} < found.keys()
     matrix, gallery = blocks
     assert isinstance(matrix, Matrix)
@@ -172,9 +177,8 @@ def test_a_data_set_and_its_page(
         ({"prompts": "bprw", "prompt_options": PromptOptions(shots=2)}, "at least one more"),
     ],
 )
-def test_options_that_do_not_fit(grouped: tuple[Path, Path], options: dict[str, Any], word: str) -> None:
-    model, data = grouped
+def test_refusals(matcher_of: Callable[[str], Matcher], data: Path, options: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
-        evaluate(kiloword.load(model), "zeroshot", str(data), **options)
+        evaluate(matcher_of("prolip"), "zeroshot", str(data), **options)
     with pytest.raises(ValueError, match="one class per image"):
         judged(torch.zeros(2, 12), torch.ones(2, 12), macro_f1=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cases import mostly_slow
-from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.data.text.tokenizer import Tokenizer, vocabulary
 from kiloword.generation.captioner import Captioner
 from kiloword.generation.decoding import ModelDecoding
 from kiloword.generation.options import GenerationOptions
@@ -131,15 +131,6 @@ def beams_to_the_end(image: int, beams: int, longest: int, penalty: float) -> Te
     return max(done, key=lambda t: done[t])
 
 
-class Short(Table):
-    """Always ends after one word."""
-
-    def logits(self, image: int, said: Text) -> Tensor:
-        logits = super().logits(image, said)
-        logits[END] = 50.0 if len(said) > 1 else -50.0
-        return logits
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_texts_end_and_do_not_depend_on_what_stands_beside(method: str) -> None:
     chosen = options(method, num=1 if method == "greedy" else 3)
@@ -157,9 +148,6 @@ def test_texts_end_and_do_not_depend_on_what_stands_beside(method: str) -> None:
             lengths[len(one.ids), one.ids[-1] == END] += 1
     assert lengths[3, False]
     assert lengths[2, True]
-    table = Short(list(IMAGES))
-    search(table, 7, rules(50), options(method, beams=2), [[n] for n in IMAGES])
-    assert table.steps == 2
 
 
 @given(st.lists(st.floats(-6, 2), min_size=2, max_size=12), st.floats(0.05, 1.0), st.floats(0.25, 4.0))
@@ -179,8 +167,8 @@ def test_the_nucleus_is_the_smallest_set_that_reaches_p(logits: list[float], top
 
 
 def test_draws_follow_the_model_and_have_a_key() -> None:
-    """20000 one-word texts of one image: shares against probabilities, four standard deviations."""
-    n = 20000
+    """5000 one-word texts of one image: shares against probabilities, four standard deviations."""
+    n = 5000
     (found,) = run(options("nucleus", num=n, top_p=1.0), [5], longest=1)
     drawn = Counter(one.ids[0] for one in found)
     logp = Table([]).logits(5, (START,)).double()
@@ -220,9 +208,8 @@ def test_a_closed_list_is_never_left_and_beams_find_its_best(method: str) -> Non
     assert said <= set(ANSWERS)
     assert len(said) > 2
     for penalty in (0.0, 1.0) if method == "beam" else ():
-        for image, (best, *_) in enumerate(
-            run(options("beam", length_penalty=penalty, exact=True), IMAGES, longest=5, closed=closed)
-        ):
+        chosen = options("beam", length_penalty=penalty, exact=True)
+        for image, (best, *_) in enumerate(run(chosen, IMAGES, longest=5, closed=closed)):
             score = {t: Table([]).logprob(image, t) / len(t) ** penalty for t in ANSWERS}
             assert best.ids == max(score, key=lambda t: score[t])
             assert best.score == pytest.approx(max(score.values()), rel=1e-5)
@@ -288,43 +275,37 @@ def test_cached_equals_uncached(tokenizer: Tokenizer, images: Tensor, method: st
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("sharp", "dtype", "close"), [(1, torch.float32, 1e-5), (3, torch.float64, 1e-12)])
-def test_logits_step_by_step(
-    tokenizer: Tokenizer, images: Tensor, packed: bool, sharp: float, dtype: torch.dtype, close: float
-) -> None:
-    """Through beams that come and go, even and uneven, before the first step and after; memories dense and packed."""
-    model = make(tokenizer, sharp=sharp).to(dtype)
+def test_logits_step_by_step(tokenizer: Tokenizer, images: Tensor, packed: bool) -> None:
+    """Through beams that come and go, before the first step and after; memories dense and packed."""
+    model = make(tokenizer).double()
     memory = Captioner(model, tokenizer).memory(images)
     if packed:
         texts = Texts(torch.zeros(11, dtype=torch.int64), torch.tensor([0, 3, 5, 6, 9, 11]), 3)
         keys = [(k[0, torch.arange(11) % 5], v[0, torch.arange(11) % 5]) for k, v in memory.keys]
         memory = replace(memory, keys=keys, texts=texts)
     cached, whole = ModelDecoding(model, memory), WholeDecoding(model, memory)
-    generator = torch.Generator().manual_seed(1)
-    rows = 5
-    moves = [
-        [0, 0, 1, 1, 2, 2, 3, 3, 4, 4],
-        None,
-        [1, 0, 2, 2, 5, 4, 6, 7, 9, 9],
-        [2, 3, 4, 5],
-        None,
-        [0, 2, 1],
-        [0, 0],
-    ]
+    generator, rows = torch.Generator().manual_seed(1), list(range(5))
     with torch.inference_mode():
-        for move in moves:
+        for move in (
+            [0, 0, 1, 1, 2, 2, 3, 3, 4, 4],
+            [1, 0, 2, 2, 5, 4, 6, 7, 9, 9],
+            None,
+            [2, 3, 4, 5],
+            [0, 2, 1],
+            [0, 0],
+        ):
             if move is not None:
                 cached.reorder(torch.tensor(move))
                 whole.reorder(torch.tensor(move))
-                rows = len(move)
-            ids = torch.randint(6, tokenizer.vocab, (rows,), generator=generator)
-            assert torch.allclose(cached.step(ids), whole.step(ids), rtol=0, atol=close)
+                rows = move
+            ids = torch.randint(6, tokenizer.vocab, (len(rows),), generator=generator)
+            assert torch.allclose(cached.step(ids), whole.step(ids), rtol=0, atol=1e-12)
 
 
 def test_a_text_is_as_likely_as_the_caption_loss_says(tokenizer: Tokenizer, images: Tensor) -> None:
     """What training measures, on the captions that were generated."""
-    model = make(tokenizer)
-    captioner = Captioner(model, tokenizer)
+    captioner = Captioner(make(tokenizer), tokenizer)
+    model = captioner.model
     for n, (caption, *_) in enumerate(captioner.caption(images, GenerationOptions(longest=12))):
         packed = Texts.pack([[tokenizer.roles.start, *caption.ids, tokenizer.roles.cls]])
         with torch.no_grad():
@@ -376,18 +357,17 @@ def test_special_tokens_and_limits(tokenizer: Tokenizer, images: Tensor) -> None
         for some in Captioner(model, tokenizer).caption(images, GenerationOptions(method=method, **whole)):
             assert not set(some[0].ids) & {0, 2, 3, 4, 5}
             assert len(some[0].ids) <= 18  # start, these, and the class token fill the context
+    clip = vocabulary("clip")
+    never = Captioner(make(clip), clip).rules(GenerationOptions()).never
+    assert never.nonzero().flatten().tolist() == [49406, 49408, 49409, 49410]  # pad is the word "!" too
     captioner = Captioner(make(tokenizer), tokenizer)
     for chosen, length in (({"longest": 9, "shortest": 7}, 8), ({"shortest": 17}, 18)):
         assert all(len(some[0].ids) == length for some in captioner.caption(images, GenerationOptions(**chosen)))
     for chosen in ({"longest": 20}, {"shortest": 18}, {"longest": 4, "shortest": 3}):
         with pytest.raises(ValueError, match="text tower reads"):
             captioner.caption(images, GenerationOptions(**chosen))
-
-
-def test_models_that_cannot_write(tokenizer: Tokenizer, images: Tensor) -> None:
     with pytest.raises(ValueError, match="no text decoder"):
         Captioner(make(tokenizer, "clip"), tokenizer)
-    model = make(tokenizer)
     with torch.no_grad():
         model.more["text_decoder"].output.fill_(float("nan"))
     with pytest.raises(ValueError, match="NaN"):

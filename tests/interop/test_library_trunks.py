@@ -18,7 +18,7 @@ from kiloword.interop import towers
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model import adapters
-from kiloword.model.layers import layer_factors, layers_of
+from kiloword.model.blocks import layer_factors, layers_of
 from kiloword.model.model import Model
 from kiloword.model.trunks.libraries import torchvision_ready
 from kiloword.models.build import build, shapes
@@ -71,6 +71,7 @@ def check_same(text: str, theirs: torch.Tensor, images: torch.Tensor) -> Model:
     names = [prefix for block in trunk.blocks() for prefix in block]
     for name, _ in trunk.named_parameters():
         assert sum(name.startswith(prefix) for prefix in names) == 1, name
+        assert not name.startswith(("net.head.", "net.attn_pool.", "net.fc_norm.")), name
     assert trunk.initial().keys() == dict(trunk.named_parameters()).keys()
     assert model.encode_image(torch.zeros(2, 3, config.size, config.size, dtype=torch.uint8))[1]["vec"].shape == (2, 8)
     assert shapes(towers.with_image_tower(BASE, text), preset("clip")) == {
@@ -80,7 +81,7 @@ def check_same(text: str, theirs: torch.Tensor, images: torch.Tensor) -> Model:
 
 
 @pytest.mark.parametrize(
-    ("name", "prefix"), mostly_slow([("test_vit", 1), ("test_efficientnet", 0), ("test_resnet", 0)], 0)
+    ("name", "prefix"), mostly_slow([("test_vit3", 1), ("test_efficientnet", 0), ("test_resnet", 0)], 0)
 )
 def test_tokens_of_timm(name: str, prefix: int, tmp_path: Path) -> None:
     theirs = library("timm").create_model(name, pretrained=False).eval()
@@ -95,8 +96,15 @@ def test_tokens_of_timm(name: str, prefix: int, tmp_path: Path) -> None:
     assert model.config.image.trunk.prefix == prefix
     assert model.config.preprocess.mean == theirs.pretrained_cfg["mean"]
     assert model.config.image.size == size
-    head = "fc" if name == "test_resnet" else "classifier" if name == "test_efficientnet" else "head"
+    head = "fc" if name == "test_resnet" else "classifier" if name == "test_efficientnet" else "attn_pool"
     assert f"not used: net.{head}" in towers.load(model.image_tower.trunk, text, "image tower")
+
+
+@pytest.mark.parametrize(("name", "resize"), [("test_vit", 168), ("dm_nfnet_f0", "squash")])
+def test_timm_says_how_images_are_resized(name: str, resize: int | str) -> None:
+    """A margin is cropped, but of no image that is squashed."""
+    library("timm")
+    assert towers.with_image_tower(BASE, f"timm:{name}").preprocess.resize == resize
 
 
 def test_layers_with_a_number_in_their_name_are_no_blocks() -> None:
@@ -176,70 +184,60 @@ def test_a_folder_is_complete_without_the_file(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded.image_tokens(images), model.eval().image_tokens(images), rtol=0, atol=0)
 
 
-def test_strangers_name_no_code() -> None:
+VIT = {**SMALL, "model_type": "vit"}
+STRANGE: list[tuple[str, dict[str, Any], str]] = [  # name and config of a trunk; the library that it needs comes first
+    ("timm:hf-hub:someone/model", {}, "timm has no model"),
+    ("timm:local-dir:/tmp/model", {}, "timm has no model"),
+    ("timm:test_vitt", {}, "Did you mean test_vit"),
+    ("timm:test_vit.nobody", {}, "Invalid pretrained tag"),
+    ("timm:coat_tiny", {}, "timm:coat_tiny cannot be used .*name another tower"),
+    ("open_clip:hf-hub:someone/model", {}, "open_clip has no model"),
+    ("open_clip:ViT-B-33", {}, "Did you mean ViT-B-32"),
+    ("open_clip:RN50", {}, "import it whole"),
+    ("open_clip:coca_ViT-B-32", {}, "open_clip:coca_ViT-B-32 cannot be used"),
+    ("hf", {"model_type": "gpt2"}, "'gpt2': expected one of vit"),
+    ("hf", {**VIT, "num_hidden_layers": 10**7}, "num_hidden_layers"),
+    ("hf", {**VIT, "num_attention_heads": 0}, "cannot be used"),
+    ("hf", {**VIT, "num_channels": 1}, "channel"),
+    ("hf", {**VIT, "hidden_size": "x"}, r"cannot be used|hidden"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "message"), STRANGE)
+def test_strangers_name_no_code(name: str, settings: dict[str, Any], message: str) -> None:
     """Names of trunks are looked up in registries: no address, no path, no other model of transformers."""
-
-    def refused(trunk: TrunkConfig, message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            towers.measured(trunk, None)
-
-    library("timm")
-    refused(TrunkConfig(name="timm:hf-hub:someone/model"), "timm has no model")
-    refused(TrunkConfig(name="timm:local-dir:/tmp/model"), "timm has no model")
-    refused(TrunkConfig(name="timm:test_vitt"), "no model 'test_vitt': .* Did you mean test_vit")
-    library("open_clip")
-    refused(TrunkConfig(name="open_clip:hf-hub:someone/model"), "open_clip has no model")
-    refused(TrunkConfig(name="open_clip:ViT-B-33"), "Did you mean ViT-B-32")
-    refused(TrunkConfig(name="open_clip:RN50"), "import it whole")
-    refused(TrunkConfig(name="timm:test_vit.nobody"), "cannot be used .*Invalid pretrained tag")
-    refused(TrunkConfig(name="timm:coat_tiny"), "timm:coat_tiny cannot be used .*name another tower")
-    refused(TrunkConfig(name="open_clip:coca_ViT-B-32"), "open_clip:coca_ViT-B-32 cannot be used")
-    refused(TrunkConfig(name="hf", config={"model_type": "gpt2"}), "is a 'gpt2': expected one of vit")
-    refused(TrunkConfig(name="hf", config={**SMALL, "model_type": "vit", "num_hidden_layers": 10**7}), "num_hidden_la")
-    library("transformers")
-    refused(TrunkConfig(name="hf", config={**SMALL, "model_type": "vit", "num_attention_heads": 0}), "cannot be used")
-    refused(TrunkConfig(name="hf", config={**SMALL, "model_type": "vit", "num_channels": 1}), "channel")
-    refused(TrunkConfig(name="hf", config={**SMALL, "model_type": "vit", "hidden_size": "x"}), r"cannot be used|hidden")
+    library({"hf": "transformers"}.get(kind := name.partition(":")[0], kind))
+    with pytest.raises(ValueError, match=message):
+        towers.measured(TrunkConfig(name=name, config=settings), None)
 
 
-def test_bad_files_and_missing_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    timm = library("timm")
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    timm, transformers = library("timm"), library("transformers")
     save_file(timm.create_model("test_vit2").state_dict(), tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match="timm:test_vit"):
         made(f"timm:test_vit:{tmp_path / 'other.safetensors'}")
-    assert "random weights, as no file" in towers.load(
-        made("timm:test_vit", False).image_tower.trunk, "timm:test_vit", ""
-    )
+    trunk = made("timm:test_vit", False).image_tower.trunk
+    assert "random weights, as no file" in towers.load(trunk, "timm:test_vit", "")
     with pytest.raises(ValueError, match=r"there is no .*config.json"):
         made(f"hf:{tmp_path}")
-    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": "vit"}))
-    library("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(VIT))
     with pytest.raises(ValueError, match=r"has no model\.safetensors"):
         made(f"hf:{tmp_path}")
-    with torch.no_grad():
-        wider = library("transformers").ViTModel(
-            library("transformers").ViTConfig(**{**SMALL, "intermediate_size": 52})
-        )
-    wider.save_pretrained(str(tmp_path / "wider"))
-    (tmp_path / "wider/config.json").write_text(json.dumps({**SMALL, "model_type": "vit"}))
-    with pytest.raises(
-        ValueError,
-        match=r"do not fit its config\.json: .* is \[52, 32\] instead of \[64, 32\] .*by one save_pretrained",
-    ):
-        made(f"hf:{tmp_path / 'wider'}")
-    (tmp_path / "other.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"has no model\.safetensors"):
+    transformers.ViTModel(transformers.ViTConfig(**{**SMALL, "intermediate_size": 52})).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(VIT))
+    with pytest.raises(ValueError, match=r"config\.json: .* is \[52, 32\] instead of \[64, 32\]"):
         made(f"hf:{tmp_path}")
+
+
+def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(VIT))
     with pytest.raises(ValueError, match=r"unknown tower .tim:vit..*Did you mean timm"):
         towers.parse("tim:vit")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"a tower of timm needs timm: pip install 'kiloword\[timm\]'"):
-        made("timm:test_vit")
-    with pytest.raises(ValueError, match=r"needs open_clip_torch: pip install 'kiloword\[openclip\]'"):
-        made("open_clip:ViT-B-32")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ValueError, match=r"needs transformers: pip install 'kiloword\[hf\]'"):
-        made(f"hf:{tmp_path}")
+    for name, package in (("timm:test_vit", "timm"), ("open_clip:ViT-B-32", "openclip"), (f"hf:{tmp_path}", "hf")):
+        with pytest.raises(ValueError, match=rf"pip install 'kiloword\[{package}\]'"):
+            made(name)
 
 
 def test_a_frozen_trunk_has_weights() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from encoders import BERT, DISTIL, ROBERTA, word_pieces
+from folders import BERT, DISTIL, ROBERTA, word_pieces
 from kiloword.cli.main import main
 from kiloword.config.recipes import TextConfig, sizes
 from kiloword.interop import text_towers
@@ -97,7 +97,7 @@ def test_train_on_a_tower_that_transformers_runs(tmp_path: Path) -> None:
     text_towers.load(trunk, f"hf:{folder}")
     expected = trunk.state_dict()
     command = ["train", "prolip", "--text-tower", f"hf:{folder}", "--size", "debug", "--steps", "2", "--batch", "4"]
-    main([*command, "--workers", "0", "--data", "scenes", "--out", str(tmp_path / "run")])
+    main([*command, "--workers", "0", "--data", "scenes?n=64", "--out", str(tmp_path / "run")])
     shutil.rmtree(folder)
     model, tokenizer = load_model(tmp_path / "run/model")
     state = model.text_tower.state_dict()

@@ -19,6 +19,7 @@ from kiloword.model.image import extra
 from kiloword.randomness import Draw
 from kiloword.types import BatchInputs, Example, TextGroup, Texts
 from kiloword.verify.batch import batch
+from literal import sigmoid_pairs
 from parts import agree, gradients, learner, losses, size
 
 NAME = "siglip+concepts"
@@ -56,16 +57,6 @@ def test_phrases_are_of_all_captions_a_table_or_the_caption_itself(tmp_path: Pat
     assert phrases(settings, "a cat", key="l") == ["a cat"]
 
 
-def literal(rows: list[list[Tensor]], of: list[int], scale: Tensor, bias: Tensor) -> Tensor:
-    """The sigmoid loss of cosines of images (rows) with phrases, the mean over phrases."""
-    total = scale.new_zeros(())
-    for i, row in enumerate(rows):
-        for c, cosine in enumerate(row):
-            sign = 1 if of[c] == i else -1
-            total = total - F.logsigmoid(sign * (scale * cosine + bias)).sum()
-    return total / len(of)
-
-
 @pytest.mark.parametrize("pool", ["mean", "map"])
 def test_both_losses_are_the_literal_ones(pool: str) -> None:
     made, some = learner(NAME, shape=size(head__image_pool=pool)), batch(end=5, method=NAME)
@@ -88,8 +79,10 @@ def test_both_losses_are_the_literal_ones(pool: str) -> None:
             row.append(F.cosine_similarity(seen, phrase, dim=0))
         attended.append(row)
     found, weights = losses(made, some), [p for p in made.model.parameters() if p.requires_grad]
+    y = (torch.arange(5)[:, None] == torch.tensor(of)).double()
     for name, rows in (("phrases", whole), ("attended_phrases", attended)):
-        agree(found[name], literal(rows, of, head.log_scale.exp(), head.bias), weights)
+        cosines = torch.stack([torch.stack(row) for row in rows])
+        agree(found[name], sigmoid_pairs(head.log_scale.exp() * cosines + head.bias, y) / len(of), weights)
 
 
 @pytest.mark.parametrize("parts", [1, 2])

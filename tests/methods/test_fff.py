@@ -15,13 +15,13 @@ from torch import Tensor
 from kiloword.distributed import collectives
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.fff import search
-from kiloword.methods.registry import preset
+from kiloword.methods.registry import PRESETS, preset
 from kiloword.models.tensors import open_tensors
 from kiloword.training.loop import RunOptions, train
 from kiloword.training.step import backward
-from kiloword.types import Features, Pairs
+from kiloword.types import Batch, Features, Pairs
 from kiloword.verify.batch import batch
-from kiloword.verify.suite import over_ranks
+from literal import sigmoid_pairs
 from parts import agree, blocks, cosine, learner, mean, units
 from threads import over_threads
 
@@ -68,16 +68,6 @@ def literal_m(settings: dict[str, Any], images: Features, texts: Features) -> Te
     return m
 
 
-def literal_loss(scores: Tensor, m: Tensor, tau: Tensor, beta: Tensor) -> Tensor:
-    """arXiv:2405.10286, eq. 3, m +-1; beta is added to the logit, as a negative start asks for."""
-    total = scores.new_zeros(())
-    for i in range(scores.shape[0]):
-        for j in range(scores.shape[1]):
-            sign = 1 if m[i, j] else -1
-            total = total - torch.log(1 / (1 + torch.exp(-sign * (scores[i, j] / tau + beta))))
-    return total / scores.shape[1]
-
-
 def terms(*on: str, forced: bool = True) -> dict[str, Any]:
     """Thresholds at which every term finds pairs that no other does."""
     return {name: name in on for name in SWITCHES} | {"p1": 0.5, "p1_text": 0.1, "p3": 0.6, "annotated_always": forced}
@@ -104,8 +94,8 @@ def test_mined_positives_are_those_of_the_equation(which: str, forced: bool) -> 
 def test_the_loss_and_its_gradients(chunk: int) -> None:
     (images, texts), method, head = sides(), preset("fff", terms(*SWITCHES)), cosine(9.0, -3.0)
     total = method.pair_loss(blocks(head, images, texts, chunk), method.positives)
-    m = literal_m(terms(*SWITCHES), images, texts)
-    expected = literal_loss(images["vec"] @ texts["vec"].T, m, 1 / head.log_scale.exp(), head.bias).squeeze()
+    logits = images["vec"] @ texts["vec"].T * head.log_scale.exp() + head.bias  # eq. 3, of a negative bias
+    expected = sigmoid_pairs(logits, literal_m(terms(*SWITCHES), images, texts)) / 9
     agree(mean(total), expected, [images["vec"], texts["vec"], head.log_scale, head.bias], atol=1e-10)
 
 
@@ -146,11 +136,14 @@ def test_exact_positives() -> None:
         assert found[i, t] == float(known[t, i + 3] or OF[t] == i)
 
 
+def mine(name: str) -> Batch:
+    """This rank's half of a batch, or all of it where there is one rank."""
+    share, rank = 16 // collectives.ranks(), collectives.rank()
+    return batch(rank * share, (rank + 1) * share, method=name)
+
+
 def share_reported(name: str, micro: int, settings: dict[str, Any] | None = None) -> float | None:
-    """What a step says of this rank's half of a batch, or of all of it where there is one rank."""
-    share = 16 // collectives.ranks()
-    mine = batch(collectives.rank() * share, (collectives.rank() + 1) * share, method=name)
-    report = backward(learner(name, settings, chunk=5), mine.split(micro))
+    report = backward(learner(name, settings, chunk=5), mine(name).split(micro))
     return float(report["mined_share"]) if "mined_share" in report else None
 
 
@@ -175,6 +168,7 @@ def test_a_step_reports_the_share_of_mined_pairs(name: str, p1: dict[str, Any]) 
 
 
 def test_what_the_presets_need() -> None:
+    assert [preset(name).name for name in PRESETS] == [*PRESETS]
     assert preset("fff").needs == ("teacher",)
     assert preset("fff", {"teacher": "clip"}).needs == ("clip",)
     assert preset("fff", {"positives": "annotated"}).needs == ()
@@ -217,17 +211,12 @@ def test_a_run_searches_once(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert -9.5 < float(bias) < 0
 
 
-def search_on_a_rank(folder: str) -> None:
-    made, rank = learner("fff"), collectives.rank()
-    search(made, itertools.repeat(batch(8 * rank, 8 * rank + 8, method="fff")), 1)
-    torch.save(made.model.head.bias, f"{folder}/{rank}.pt")
+def test_every_rank_finds_the_same_bias() -> None:
+    def found() -> Tensor:
+        made: Any = learner("fff")
+        search(made, itertools.repeat(mine("fff")), 1)
+        return made.model.head.bias.detach()
 
-
-@pytest.mark.slow
-def test_every_rank_finds_the_same_bias(tmp_path: Path) -> None:
-    over_ranks(2, search_on_a_rank, str(tmp_path))
-    made: Any = learner("fff")
-    search(made, itertools.repeat(batch(method="fff")), 1)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    alone, (first, second) = found(), over_threads(2, found)
     assert torch.equal(first, second)
-    torch.testing.assert_close(first, made.model.head.bias, rtol=0, atol=1e-8)
+    torch.testing.assert_close(first, alone, rtol=0, atol=1e-8)

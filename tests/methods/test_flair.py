@@ -16,7 +16,7 @@ import kiloword
 from folders import model_folder
 from kiloword.model.image import extra
 from kiloword.verify.batch import batch
-from literal import CAPTIONS, made, pairs
+from literal import CAPTIONS, made, pairs, sigmoid_pairs
 from parts import agree, learner, losses, model
 
 
@@ -95,8 +95,7 @@ def test_the_loss_is_the_mean_of_both_over_all_texts() -> None:
     own, logits, encoded = signed(flair, some)
     whole: Any = flair.model.head.get_submodule("whole")
     of_whole = whole.logits(encoded.images["vec"] @ encoded.texts["vec"].T)
-    sign = 2.0 * own - 1
-    expected = -(F.logsigmoid(sign * logits) + F.logsigmoid(sign * of_whole)).sum() / (2 * len(some.texts))
+    expected = (sigmoid_pairs(logits, own.double()) + sigmoid_pairs(of_whole, own.double())) / (2 * len(some.texts))
     torch.testing.assert_close(losses(flair, some)["pair"], expected, rtol=1e-12, atol=0)
 
 

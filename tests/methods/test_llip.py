@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +21,7 @@ from kiloword.losses.pairs import sigmoid_loss
 from kiloword.losses.pertext import ScoreForm, cosine
 from kiloword.methods.method import annotated
 from kiloword.verify.batch import batch
-from literal import CAPTIONS, pairs, small
+from literal import CAPTIONS, matching, pairs, sigmoid_pairs, small
 from parts import Largest, agree, blocks, drawn, learner, losses, model, size
 
 DIM, K, M = 16, 3, 4
@@ -64,19 +63,17 @@ def literal(pooling: Any, h: Tensor, g: Tensor, temperature: float) -> Tensor:
     return torch.stack(rows)
 
 
-def eq3(cosines: Tensor, scale: Tensor, bias: Tensor, own: list[int]) -> Tensor:
-    """The sigmoid loss over all pairs, by images; the printed sign of the bias is a typo."""
-    total = torch.zeros(())
-    for i, j in itertools.product(range(len(cosines)), range(len(own))):
-        sign = 1.0 if own[j] == i else -1.0
-        total = total + torch.log(1 + torch.exp(-sign * (scale * cosines[i, j] + bias))).squeeze()
-    return total / len(cosines)
+CASES = [  # every two of which occur together
+    ("multiply", False, False, "direct"),
+    ("multiply", True, True, "gram"),
+    ("divide", False, True, "direct"),
+    ("divide", True, False, "gram"),
+    ("multiply", False, False, "gram"),
+    ("divide", True, True, "direct"),
+]
 
 
-CASES = list(itertools.product(("multiply", "divide"), (False, True), (False, True), ("direct", "gram")))
-
-
-@pytest.mark.parametrize(("mode", "per_token", "patch_keys", "form"), mostly_slow(CASES, 0, 5, -1))
+@pytest.mark.parametrize(("mode", "per_token", "patch_keys", "form"), mostly_slow(CASES, 0, 1, 3))
 def test_loss_is_the_paper_s(mode: str, per_token: bool, patch_keys: bool, form: str) -> None:
     """And so are its gradients by every parameter of the model."""
     said = {"temperature_mode": mode, "per_token_projections": per_token, "patch_keys": patch_keys, "form": form}
@@ -90,7 +87,8 @@ def test_loss_is_the_paper_s(mode: str, per_token: bool, patch_keys: bool, form:
     torch.testing.assert_close(head.score(encoded.images, encoded.texts), cosines, rtol=0, atol=1e-10)
     alone = head.score_pairs(encoded.images, {name: value[:4] for name, value in encoded.texts.items()})
     torch.testing.assert_close(alone, cosines.diagonal(), rtol=0, atol=1e-10)
-    expected = eq3(cosines, head.log_scale.exp(), head.bias, some.image_of_text.tolist())
+    y = matching(some.image_of_text.tolist())
+    expected = sigmoid_pairs(head.log_scale.exp() * cosines + head.bias, y) / 4  # eq. 3; its bias's sign is a typo
     agree(losses(llip, some)["pair"], expected, list(llip.model.parameters()), atol=1e-10)
 
 
@@ -207,11 +205,12 @@ def test_both_forms_are_the_equation(i: int, t: int, n: int, m: int, d: int, til
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_single_precision(form: ScoreForm) -> None:
-    exact, single = sides(6, 50, 8, 4, 8), sides(6, 50, 8, 4, 8, torch.float32)
+def test_single_precision_of_several_tiles(form: ScoreForm) -> None:
+    shape = 2, mixing.TILE // 64 + 900, 8, 8, 2
+    exact, single = sides(*shape), sides(*shape, torch.float32)
     expected, found = with_gradients(plain, exact, 1.0), with_gradients(cosine, single, 1.0, form)
     for got, right in zip(found, expected, strict=True):
-        assert float((got - right).abs().max()) < 2e-6 * max(1.0, float(right.abs().max()))
+        assert float((got - right).abs().max()) < 1e-5 * max(1.0, float(right.abs().max()))
     with torch.no_grad():
         assert torch.equal(cosine(*single, 1.0, form), found[0])
 

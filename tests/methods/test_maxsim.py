@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kiloword
 from folders import model_folder
-from kiloword.api import batches
+from kiloword.api.features import check_room
 from kiloword.distributed.device import simulated
 from kiloword.evaluation.retrieval import shortlisted
 from kiloword.losses import maxsim as scores
@@ -19,7 +19,7 @@ from kiloword.losses.maxsim import Sides
 from kiloword.model.image import extra
 from kiloword.types import Features
 from kiloword.verify.batch import batch
-from literal import CAPTIONS, captions_of, made, pairs
+from literal import CAPTIONS, captions_of, made, matching, pairs, sigmoid_pairs, softmax_pairs
 from parts import Largest, agree, drawn, learner, losses
 
 SETTINGS: list[dict[str, Any]] = [{}, {"words": 3}, {"sides": "text"}, {"sides": "text", "reduce": "sum", "words": 2}]
@@ -114,16 +114,10 @@ def test_the_loss_of_filip_is_the_literal_one() -> None:
     vectors = features.images["patches"], features.texts["words"], features.texts["share"]
     by_word, by_patch = (scores.similarity(*vectors, Sides(*one)) for one in ((1.0, 0.0), (0.0, 1.0)))
     torch.testing.assert_close(head.score(features.images, features.texts), (by_word + by_patch) / 2)
-    own, scale = some.image_of_text.tolist(), head.log_scale.exp()
-    of_images = []
-    for i in range(4):
-        row = (scale * by_patch[i]).exp()
-        of_images.append(torch.stack([-(row[t] / row.sum()).log() for t in range(len(own)) if own[t] == i]).mean())
-    of_texts = []
-    for t, image in enumerate(own):
-        column = (scale * by_word[:, t]).exp()
-        of_texts.append(-(column[image] / column.sum()).log())
-    expected = (torch.stack(of_images).mean() + torch.stack(of_texts).mean()) / 2
+    scale, own, y = head.log_scale.exp(), some.image_of_text, matching(some.image_of_text.tolist())
+    of_images = -(y / y.sum(1, keepdim=True) * (scale * by_patch).log_softmax(1)).sum(1).mean()
+    of_texts = -(scale * by_word).log_softmax(0)[own, range(len(own))].mean()
+    expected = (of_images + of_texts) / 2
     agree(losses(filip, some)["pair"], expected, list(filip.model.parameters()))
 
 
@@ -134,13 +128,8 @@ def test_the_second_loss_is_of_means(name: str) -> None:
     difference = losses(weighted, some)["pair"] - losses(learner(name), some)["pair"]
     features, whole = weighted.encode(some), weighted.model.head.get_submodule("whole")
     logits = whole.logits(features.images["vec"] @ features.texts["vec"].T)
-    own = torch.arange(4)[:, None] == some.image_of_text
-    if name == "filip":
-        share = own.double() / own.sum(1, keepdim=True)
-        means = -(share * logits.log_softmax(1)).sum() / 4 - (own * logits.log_softmax(0)).sum() / len(some.texts)
-        expected = means / 2
-    else:
-        expected = -torch.nn.functional.logsigmoid((2.0 * own - 1) * logits).sum() / 4
+    y = matching(some.image_of_text.tolist())
+    expected = softmax_pairs(logits, y) if name == "filip" else sigmoid_pairs(logits, y) / 4
     torch.testing.assert_close(difference, 0.5 * expected, rtol=1e-10, atol=0)
     assert features.images["vec"].requires_grad
 
@@ -164,6 +153,6 @@ def test_a_model_scores_explains_classifies_and_is_found_by_its_shortlist(tmp_pa
 
 def test_features_beyond_the_memory_are_refused() -> None:
     few: Features = {"vec": torch.zeros(2, 128), "patches": torch.zeros(2, 49, 128)}
-    batches.check_room(few, 3_000, "images", torch.device("cpu"))
+    check_room(few, 3_000, "images", torch.device("cpu"))
     with pytest.raises(ValueError, match="kiloword index"):
-        batches.check_room(few, 10**12, "images", torch.device("cpu"))
+        check_room(few, 10**12, "images", torch.device("cpu"))

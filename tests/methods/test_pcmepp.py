@@ -25,21 +25,23 @@ from kiloword.training import start
 from kiloword.training.optimizer import groups
 from kiloword.types import Features, Pairs
 from kiloword.verify.batch import batch
-from kiloword.verify.suite import EXACT, Way, gradients, gradients_over_ranks
-from literal import CAPTIONS, captions_of, linear, made, norm, pairs, self_block, small
+from literal import (
+    CAPTIONS,
+    captions_of,
+    linear,
+    made,
+    matching,
+    norm,
+    pairs,
+    patch,
+    self_block,
+    sigmoid_pairs,
+    small,
+    softmax_pairs,
+)
 from parts import agree, blocks, drawn, learner, losses, mean, model
 
 DEBUG = sizes()["debug"]
-
-
-def test_thresholds_and_counts_are_those_of_all_ranks() -> None:
-    reference, found = (
-        gradients("pcme+++deterministic"),
-        gradients_over_ranks("pcme+++deterministic", 2, [Way(micro=2)])[Way(micro=2)],
-    )
-    largest = max(float(g.abs().max()) for g in reference.values())
-    assert found.keys() == reference.keys()
-    assert max(float((found[name] - g).abs().max()) for name, g in reference.items()) < EXACT * largest
 
 
 def logit_of(name: str, settings: dict[str, Any] | None = None) -> tuple[float, float]:
@@ -72,17 +74,16 @@ def test_ppcl_scales_scores(name: str) -> None:
 
 
 def test_a_deterministic_head_has_its_own_scale_and_limit() -> None:
-    head = model("prolip+deterministic", {"deterministic": {"max_scale": 50.0}}).head
-    inner = head.get_submodule("deterministic")
+    made = learner("prolip+deterministic", {"deterministic": {"max_scale": 50.0}})
+    head, inner = made.model.head, made.model.head.get_submodule("deterministic")
     assert inner.bias is None
     for one in (inner, head):
         one.log_scale.data.fill_(9.0)
     head.clamp_()
-    assert inner.log_scale.exp().item() == pytest.approx(50.0)
-    assert head.log_scale.item() == 9.0
+    assert (inner.log_scale.exp().item(), head.log_scale.item()) == (pytest.approx(50.0), 9.0)
     sigmoid = model("prolip+deterministic", {"deterministic": {"loss": "sigmoid", "bias": -7.0}}).head.deterministic
     assert (sigmoid.log_scale.exp().item(), sigmoid.bias.item()) == (pytest.approx(10.0), -7.0)
-    scales = [name for name, _ in groups(learner("prolip+deterministic"), MUON)["scale"]]
+    scales = [name for name, _ in groups(made, MUON)["scale"]]
     assert scales == [f"model.head.{name}" for name in ("log_scale", "bias", "deterministic.log_scale")]
 
 
@@ -102,21 +103,16 @@ def test_a_scale_of_scores_is_none_of_distances(tmp_path: Path) -> None:
 
 # A second path, "multi-head"
 
-CAUSAL = {"variance_blocks": 1, "bidirectional": False}
-
 
 def image_path(image: Tensor, model: Any, blocks: int) -> tuple[Tensor, Tensor]:
     """The class token of the tower, normed, and that of the second path, which is not.
 
     naver-ai/pcmepp, hf_models/transformer.py, VisionTransformer: both paths share all blocks but the last ones.
     """
-    tower, patch = model.image_tower, model.config.image.patch
+    tower, size = model.image_tower, model.config.image.patch
     rows = [tower.class_token + tower.positions[0]]
-    side = model.config.image.size // patch
-    for n in range(side**2):
-        r, c = divmod(n, side)
-        pixels = image[:, r * patch : (r + 1) * patch, c * patch : (c + 1) * patch]
-        rows.append(tower.patches.weight @ pixels.flatten() + tower.positions[1 + n])
+    for n in range((model.config.image.size // size) ** 2):
+        rows.append(tower.patches.weight @ patch(image, n, size).flatten() + tower.positions[1 + n])
     x = torch.stack(rows)
     x = norm(x, tower.pre_norm) if tower.pre_norm is not None else x
     return two_paths(x, tower, blocks, False, 0)
@@ -143,12 +139,11 @@ def two_paths(x: Tensor, tower: Any, blocks: int, causal: bool, place: int) -> t
 def test_both_paths_written_out(blocks: int) -> None:
     base = small()
     shape = replace(base, image=replace(base.image, depth=2), text=replace(base.text, depth=2))
-    model: Any = made("pcme++", {**CAUSAL, "variance_blocks": blocks}, shape).model
+    model: Any = made("pcme++", {"bidirectional": False, "variance_blocks": blocks}, shape).model
     some, pooling, gaussian = pairs(model, CAPTIONS), model.head.pooling, model.head.uncertainty
-    ids = captions_of(some.texts)
-    assert all(own[-1] == model.config.text.special["unc"] for own in ids)
+    ids, unc = captions_of(some.texts), model.config.text.special["unc"]
     images = [image_path(image, model, blocks) for image in model.normalise(some.images)]
-    texts = [text_path(own[:-1], model, blocks, True) for own in ids]
+    texts = [text_path(own[: own.index(unc)], model, blocks, True) for own in ids]
     for found, paths, projection, layer in (
         (model.encode_image(some.images)[1], images, pooling.image_projection, gaussian.image_log_var),
         (model.encode_text(some.texts)[1], texts, pooling.text_projection, gaussian.text_log_var),
@@ -162,7 +157,7 @@ def test_both_paths_written_out(blocks: int) -> None:
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_the_means_are_those_of_a_model_without_variances(bidirectional: bool) -> None:
     """No token of a tower attends to [UNC], in a bidirectional one neither."""
-    model: Any = made("pcme++", {**CAUSAL, "bidirectional": bidirectional}).model
+    model: Any = made("pcme++", {"variance_blocks": 1, "bidirectional": bidirectional}).model
     some = pairs(model, CAPTIONS)
     before = model.encode_text(some.texts)[1], model.encode_image(some.images)[1]
     with torch.no_grad():
@@ -259,21 +254,6 @@ def test_matching_loss_and_its_gradients(pseudo: float, reduction: Any, count: i
     torch.testing.assert_close(free.sum, total.sum.detach(), rtol=1e-12, atol=0)
 
 
-def test_pseudo_positives_are_those_as_near_as_the_farthest_own() -> None:
-    """By hand: what lifts the loss of logits -5 is that their pair does not match."""
-    vec = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
-    tilted = F.normalize(torch.tensor([[2.0, 1.0], [1.0, 2.0], [1.0, 1.0]], dtype=torch.float64), dim=1)
-    images = {"vec": vec, "log_var": torch.full((2, 2), -9.0).double()}
-    texts = {"vec": tilted, "log_var": torch.full((3, 2), -9.0).double(), "position": torch.tensor([0, 0, 1])}
-    pairs = blocks(gaussian_head(), images, texts)  # the farthest of image 0's own is text 1; text 2 is nearer
-    gap = matching_loss(pairs, annotated, 1.0).sum - matching_loss(pairs, annotated, 0.0).sum
-    z = pairs.block(slice(0, 2), slice(0, 3)).logits
-    of_image = torch.tensor([[1, 1, 1], [0, 1, 1]])  # text 1 is nearer to image 1 than its own text 2
-    of_text = torch.tensor([[1, 1, 1], [0, 1, 1]])  # image 0 is as near to text 2 as image 1: a tie
-    expected = sum((F.softplus(z) - y * z).sum() for y in (of_image, of_text)) / 2
-    torch.testing.assert_close(gap, expected, rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize("chunk", [3, 5, 7])
 def test_equal_captions_are_equally_near_however_the_pairs_are_cut(chunk: int) -> None:
     """In single precision, where the same product of matrices of other shapes has other last bits."""
@@ -297,15 +277,10 @@ def test_a_loss_of_means_beside_that_of_gaussians(loss: Any, own: Any, chunk: in
     torch.testing.assert_close(total.rows.sum(), total.sum.detach(), rtol=1e-12, atol=0)
 
     first, small = own(blocks(head, images, texts), annotated), head.get_submodule("deterministic")
-    cosines = [[(images["vec"][i] * texts["vec"][t]).sum() for t in range(len(TEXTS))] for i in range(len(IMAGES))]
-    z = torch.stack([torch.stack(row) for row in cosines]) * small.log_scale.exp()
-    y = torch.tensor([[float(p == t) for t in TEXTS] for p in IMAGES], dtype=torch.float64)
+    z = images["vec"] @ texts["vec"].T * small.log_scale.exp()
     if loss == "sigmoid":
-        z = z + small.bias
-        second = sum(entropy(z[i, t], float(y[i, t])) for i in range(len(IMAGES)) for t in range(len(TEXTS))) / 5
+        second = sigmoid_pairs(z + small.bias, matching(TEXTS)) / 5
     else:
-        by_image = [-(y[i] / y[i].sum() * z[i].log_softmax(0)).sum() for i in range(len(IMAGES))]
-        by_text = [-z[:, t].log_softmax(0)[TEXTS[t]] for t in range(len(TEXTS))]
-        second = (torch.stack(by_image).mean() + torch.stack(by_text).mean()) / 2
+        second = softmax_pairs(z, matching(TEXTS))
     parameters = [p for p in (*leaves, head.log_scale, small.log_scale, small.bias) if p is not None]
     agree(mean(total), mean(first) + 0.7 * second, parameters, atol=1e-10)

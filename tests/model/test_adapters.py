@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -46,12 +47,18 @@ def features(made: Model) -> list[Tensor]:
         return [made.encode_image(data.images)[1]["vec"], made.encode_text(data.texts)[1]["vec"]]
 
 
+def low_rank(layer: Any, *how: Any, **more: Any) -> Any:
+    """With factors drawn; `attach` would initialise them."""
+    lora: Any = LowRank(layer, *how, **more)
+    for factor in (lora.a, lora.b):
+        nn.init.normal_(factor)
+    return lora
+
+
 def test_a_fused_projection_has_an_adapter_for_each_matrix() -> None:
     """Equation 3 for q, k and v, one after the other: W x + alpha / r B A x."""
     layer, alpha, rank = nn.Linear(8, 24).double(), 5.0, 2
-    lora: Any = LowRank(layer, rank, alpha, stacked=3)
-    for factor in (lora.a, lora.b):  # `attach` would initialise them
-        nn.init.normal_(factor)
+    lora = low_rank(layer, rank, alpha, stacked=3)
     x = torch.randn(4, 7, 8, dtype=torch.float64)
     outputs = []
     for n in range(3):
@@ -66,10 +73,7 @@ def test_a_fused_projection_has_an_adapter_for_each_matrix() -> None:
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_convolution_of_one_pixel(stride: int) -> None:
     layer = nn.Conv2d(6, 10, 1, stride).double()
-    lora: Any = LowRank(layer, 2, 4.0)
-    for factor in (lora.a, lora.b):
-        nn.init.normal_(factor)
-    x = torch.randn(3, 6, 5, 5, dtype=torch.float64)
+    lora, x = low_rank(layer, 2, 4.0), torch.randn(3, 6, 5, 5, dtype=torch.float64)
     whole = F.conv2d(x, merge(layer.weight, lora.a, lora.b, lora.scale), layer.bias, stride)
     torch.testing.assert_close(layer(x) + lora(x), whole, rtol=1e-12, atol=1e-12)
 
@@ -103,6 +107,10 @@ QKV = [f"{tower}_tower.blocks.{n}.attention.{x}" for tower in BOTH for n in (0, 
 MLP = [f"text_tower.blocks.{x}" for x in ("0.mlp.proj", "1.mlp.proj", "1.mlp.fc")]
 
 
+def trained_of(made: nn.Module) -> set[str]:
+    return {name for name, p in made.named_parameters() if p.requires_grad}
+
+
 @pytest.mark.parametrize(
     ("targets", "layers", "frozen"),
     [
@@ -113,18 +121,11 @@ MLP = [f"text_tower.blocks.{x}" for x in ("0.mlp.proj", "1.mlp.proj", "1.mlp.fc"
 )
 def test_exactly_these_are_trained(targets: tuple[str, ...], layers: list[str], frozen: tuple[str, ...]) -> None:
     """Adapters, the head, and towers that have none."""
-    made = adapted(*targets)
-    trained = {name for name, p in made.named_parameters() if p.requires_grad}
+    trained = trained_of(adapted(*targets))
     others = {n for n in dict(model().named_parameters()) if not n.startswith(tuple(f"{t}_tower." for t in frozen))}
     assert trained == {f"{layer}.lora.{x}" for layer in layers for x in "ab"} | others
-    assert others >= {name for name, _ in made.named_parameters() if name.startswith("head.")}
-
-
-def test_tokens_that_the_method_adds_are_trained() -> None:
-    """Llip's mixture tokens, in a tower that has no weights for them."""
-    made = adapted("image:qkv", method="llip", new=["image_tower.extra_tokens"])
-    trained = {name for name, p in made.named_parameters() if p.requires_grad and name.startswith("image_tower.")}
-    assert {name for name in trained if "lora" not in name} == {"image_tower.extra_tokens"}
+    llip = trained_of(adapted("image:qkv", method="llip", new=["image_tower.extra_tokens"]))  # mixture tokens, too
+    assert {n for n in llip if n.startswith("image_tower.") and "lora" not in n} == {"image_tower.extra_tokens"}
 
 
 class Trunk(nn.Module):
@@ -142,23 +143,19 @@ class Trunk(nn.Module):
         return [["embed", "layer.0"], ["layer.1"], ["layer.2", "attn", "point", "depthwise"]]
 
 
-def with_trunk() -> Model:
+def with_trunk(*targets: str) -> Any:
     made: Any = model().float()
     made.image_tower.trunk = Trunk()
-    return made  # type: ignore[no-any-return]
+    attach(made, LoraConfig(rank=2, targets=targets), 0, ["image"])
+    return made
 
 
 def test_adapters_of_a_trunk_leave_the_top_to_train() -> None:
-    made: Any = with_trunk()
-    said = attach(made, LoraConfig(rank=2, targets=("1-2:query", "point")), 0, ["image"])
-    assert said == "LoRA of rank 2, alpha 16, on 3 layers of the image tower."
-    trunk = made.image_tower.trunk
-    assert {n.rpartition(".lora")[0] for n, p in trunk.named_parameters() if p.requires_grad} == {
-        "layer.1.query",
-        "layer.2.query",
-        "point",
+    trained = trained_of(with_trunk("1-2:query", "point"))
+    assert {name.rpartition(".lora")[0] for name in trained if ".trunk." in name} == {
+        f"image_tower.trunk.{layer}" for layer in ("layer.1.query", "layer.2.query", "point")
     }
-    assert all(p.requires_grad for n, p in made.named_parameters() if ".trunk." not in n)
+    assert {name for name in trained if ".trunk." not in name} == set(dict(model().named_parameters()))
 
 
 def test_adapters_of_efficientnet() -> None:
@@ -181,24 +178,19 @@ def test_adapters_of_efficientnet() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "word"),
+    ("make", "target", "word"),
     [
-        ("qvk", "Did you mean qkv?"),
-        ("qkv,norm1", "'norm1'"),
-        ("text:patches", "fc, out, proj, qkv"),
-        ("image:2:query", "'query'"),
-        ("img:qkv", "expected"),
-        ("image:", "expected"),
+        (adapted, "qvk", "Did you mean qkv?"),
+        (adapted, "qkv,norm1", "'norm1'"),
+        (adapted, "text:patches", "fc, out, proj, qkv"),
+        (adapted, "image:2:query", "'query'"),
+        (adapted, "img:qkv", "expected"),
+        (adapted, "image:", "expected"),
+        # torch's attention, layers of other kinds, blocks beyond the last one, a tower of random weights
+        *((with_trunk, target, "targets") for target in ("attn.out_proj", "embed", "depthwise", "3:query", "text:qkv")),
     ],
 )
-def test_refused(target: str, word: str) -> None:
+def test_refused(make: Callable[[str], Any], target: str, word: str) -> None:
     with pytest.raises(ValueError, match="targets") as error:
-        adapted(target)
+        make(target)
     assert word in str(error.value)
-
-
-@pytest.mark.parametrize("target", ["attn.out_proj", "embed", "depthwise", "3:query", "text:qkv"])
-def test_refused_of_a_trunk(target: str) -> None:
-    """torch's attention, layers of other kinds, blocks beyond the last one, a tower of random weights."""
-    with pytest.raises(ValueError, match="targets"):
-        attach(with_trunk(), LoraConfig(rank=2, targets=(target,)), 0, ["image"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from encoders import BERT, DISTIL, ROBERTA, state_of
+from folders import BERT, DISTIL, ROBERTA, state_of
 from kiloword.config.recipes import TextConfig, TrunkConfig
 from kiloword.model.attention import Packing
 from kiloword.model.text import TextTower
 from kiloword.model.trunks.bert import Bert, converted
 from kiloword.model.trunks.padded import text_trunk
-from kiloword.types import Texts
+from kiloword.types import Batch, Texts
 
 TEXTS = Texts.pack([[2, 7, 8, 3], [2, 3], [2, 9, 8, 7, 6, 5, 20, 11, 12, 3], [2, 44, 3]])
 
@@ -64,10 +65,10 @@ def literal(state: dict[str, Tensor], config: dict[str, Any], ids: Tensor) -> Te
 @pytest.mark.parametrize("config", [BERT, ROBERTA, DISTIL], ids=lambda c: c["model_type"])
 def test_packed_equals_one_by_one(config: dict[str, Any]) -> None:
     state = state_of(config)
-    saved = {
-        f"{config['model_type']}.{name}": value for name, value in state.items()
-    }  # as a model with a head saves it
-    saved = {name.replace("LayerNorm.weight", "LayerNorm.gamma"): value for name, value in saved.items()}
+    saved = {  # as a model with a head saves it
+        f"{config['model_type']}.{name}".replace("LayerNorm.weight", "LayerNorm.gamma"): value
+        for name, value in state.items()
+    }
     trunk = Bert(config)
     trunk.load_state_dict(converted({**saved, "cls.bias": torch.zeros(3)}, config))
     expected = torch.cat([literal(state, config, TEXTS.cut(t, t + 1).ids) for t in range(len(TEXTS))])
@@ -77,25 +78,6 @@ def test_packed_equals_one_by_one(config: dict[str, Any]) -> None:
     prefixes = [prefix for block in trunk.blocks() for prefix in block]
     assert all(sum(name.startswith(prefix) for prefix in prefixes) == 1 for name, _ in trunk.named_parameters())
     assert len(trunk.blocks()) == 2
-
-
-@pytest.mark.parametrize(
-    ("config", "word"),
-    [
-        ({**BERT, "hidden_size": "many"}, "hidden_size"),
-        ({**BERT, "num_hidden_layers": 1 << 20}, "num_hidden_layers"),
-        ({**BERT, "vocab_size": 1 << 40}, "vocab_size"),
-        ({**BERT, "num_attention_heads": 5}, "5 heads"),
-        ({**BERT, "max_position_embeddings": 8}, "--model.text.context of 8"),
-        ({**ROBERTA, "max_position_embeddings": 2}, "context"),
-        ({**BERT, "model_type": "gpt2"}, "gpt2"),
-        ({**BERT, "model_type": ["bert"]}, "unknown"),
-    ],
-)
-def test_configs_that_cannot_be_built(config: dict[str, Any], word: str) -> None:
-    trunk = TrunkConfig(name="hf", width=24, config=config)
-    with pytest.raises(ValueError, match=word):
-        text_trunk(TextConfig(trunk=trunk, context=16))
 
 
 def tower(extra: tuple[str, ...] = (), depth: int = 1, seed: int = 0) -> TextTower:
@@ -136,8 +118,8 @@ def test_given_tokens_take_the_place_of_the_trunk() -> None:
     torch.testing.assert_close(made(full), expected, rtol=0, atol=0)
     stored = Texts(full.ids, full.starts, full.longest, tokens=full.tokens.half())
     torch.testing.assert_close(made(stored), expected, rtol=0, atol=2e-3)
-    with pytest.raises(ValueError, match="texts have tokens of width 7, but the tower expects those of its trunk: 24"):
-        made(Texts(full.ids, full.starts, full.longest, tokens=torch.zeros(len(full.ids), 7)))
+    with pytest.raises(ValueError, match=r"width 7.* 24"):
+        made(replace(full, tokens=torch.zeros(len(full.ids), 7)))
 
 
 def test_extra_tokens_are_learned_and_hidden_words_masked() -> None:
@@ -154,13 +136,6 @@ def test_extra_tokens_are_learned_and_hidden_words_masked() -> None:
     torch.testing.assert_close(masked[texts.ids != 8], embedded[texts.ids != 8])
 
 
-def test_depth_0_has_no_place_for_extra_tokens() -> None:
-    with pytest.raises(ValueError, match=r"nothing fills .*--model.text.depth 1"):
-        tower(("unc", "cls"), depth=0)
-    with pytest.raises(ValueError, match="needs a trunk"):
-        TextTower(TextConfig(depth=0))
-
-
 def test_a_frozen_trunk_keeps_no_graph() -> None:
     made = tower()
     assert made.trunk is not None
@@ -175,3 +150,40 @@ def test_a_frozen_trunk_keeps_no_graph() -> None:
     trained = {name for name, p in made.trunk.named_parameters() if p.grad is not None}
     assert trained
     assert all(name.startswith("layers.1.") for name in trained)
+
+
+def test_tokens_go_where_ids_go() -> None:
+    texts = Texts.pack([[0, 7, 8, 1], [0, 9, 1], [0, 6, 7, 8, 1]])
+    texts = replace(texts, tokens=torch.arange(12.0)[:, None])
+    none = torch.zeros(2).long()
+    first, second = Batch(torch.zeros(2, 1), texts, torch.tensor([0, 0, 1]), none, none, none > 0).split(2)
+    assert [part.texts.tokens[:, 0].tolist() for part in (first, second)] == [[*range(7)], [*range(7, 12)]]  # type: ignore[index]
+    place, spans = texts.spans(torch.tensor([8, 1]), torch.tensor([2, 1]), 3)
+    assert spans.tokens is not None
+    assert spans.tokens[:, 0].tolist() == place.tolist() == [8, 9, 1]
+    assert first.each(torch.Tensor.double).texts.tokens.dtype == torch.float64  # type: ignore[union-attr]
+
+
+def built(config: dict[str, Any]) -> Callable[[], object]:
+    trunk = TrunkConfig(name="hf", width=24, config=config)
+    return lambda: text_trunk(TextConfig(trunk=trunk, context=16))
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (built({**BERT, "hidden_size": "many"}), "hidden_size"),
+        (built({**BERT, "num_hidden_layers": 1 << 20}), "num_hidden_layers"),
+        (built({**BERT, "vocab_size": 1 << 40}), "vocab_size"),
+        (built({**BERT, "num_attention_heads": 5}), "5 heads"),
+        (built({**BERT, "max_position_embeddings": 8}), "--model.text.context of 8"),
+        (built({**ROBERTA, "max_position_embeddings": 2}), "context"),
+        (built({**BERT, "model_type": "gpt2"}), "gpt2"),
+        (built({**BERT, "model_type": ["bert"]}), "unknown"),
+        (lambda: tower(("unc", "cls"), depth=0), "--model.text.depth 1"),  # nothing fills them
+        (lambda: TextTower(TextConfig(depth=0)), "needs a trunk"),
+    ],
+)
+def test_what_cannot_be_built(make: Callable[[], object], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        make()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cases import mostly_slow
-from kiloword.methods.registry import names
+from kiloword.methods.registry import PRESETS
 from kiloword.training.meter import on_host
 from kiloword.training.muon import Muon
 from kiloword.training.optimizer import Average
@@ -18,26 +18,18 @@ WAITS: dict[str, dict[str, int]] = {  # of the host for the device, a micro-batc
     "prolip, words dropped": {"boolean index in types.at": 1},  # how many are left
 }
 MIXED = (
-    "siglip+caption",
-    "llip+compose",
-    "siglip+self-distill",
-    "siglip+text-crops",
-    "clip+negatives",
-    "clip+clic",
-    "clip+superclass",
-    "siglip+matryoshka",
-    "siglip+maxsim",
-    "siglip+concepts",
-    "clip+reinforced",
+    *("siglip+caption", "llip+compose", "siglip+self-distill", "clip+negatives", "clip+clic"),
+    *("clip+superclass", "siglip+matryoshka", "siglip+maxsim", "siglip+concepts", "clip+reinforced"),
 )
 SETTINGS: dict[str, dict[str, Any]] = {"prolip, words dropped": {"hide_words": "drop"}}
-ROUNDS = [("fp32", 1, "adamw"), ("bf16", 1, "muon"), ("bf16", 2, "adamw"), ("fp32", 2, "muon")]
 
 
-@pytest.mark.parametrize(
-    ("name", "precision", "micro", "optimizer"),
-    mostly_slow([("clip", "bf16", 2, "muon"), ("prolip", "fp32", 1, "adamw")], 0),
-)
+STEPS = [("clip", "bf16", 2, "muon"), ("prolip", "fp32", 1, "adamw")]
+for n, name in enumerate((*PRESETS, *MIXED, *SETTINGS)):
+    STEPS += [(name, "fp32", 1 + n % 2, "muon" if n % 2 else "adamw"), (name, "bf16", 2 - n % 2, "adamw")]
+
+
+@pytest.mark.parametrize(("name", "precision", "micro", "optimizer"), mostly_slow(STEPS, 0))
 def test_step_on_a_pretended_device(name: str, precision: str, micro: int, optimizer: str) -> None:
     made = step(name.split(",")[0], precision, micro, optimizer, SETTINGS.get(name, {}))
     assert dict(made.watch.waits) == {where: n * micro for where, n in WAITS.get(name, {}).items()}
@@ -47,37 +39,17 @@ def test_step_on_a_pretended_device(name: str, precision: str, micro: int, optim
     assert sum(made.watch.kernels.values()) > 100
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*names(), *MIXED, *SETTINGS])
-def test_every_step_on_a_pretended_device(name: str) -> None:
-    for precision, micro, optimizer in ROUNDS:
-        test_step_on_a_pretended_device(name, precision, micro, optimizer)
-
-
-@pytest.mark.parametrize("skip", [False, True])
-def test_muon_s_launches_do_not_grow_with_depth(skip: bool) -> None:
+@pytest.mark.parametrize("what", ["average", "muon", "skipping muon"])
+def test_launches_of_a_step_do_not_grow_with_depth(what: str) -> None:
     def launches(depth: int) -> int:
-        weights = [torch.nn.Parameter(torch.empty(6, 4, device="cuda:0")) for _ in range(depth)]
-        optimizer = Muon(weights, 0.1, weight_decay=0.1)
-        optimizer.found_inf = torch.zeros((), device="cuda:0") if skip else None
-        for _ in range(2):
-            for p in weights:
+        module = torch.nn.ModuleList([torch.nn.Linear(6, 4, bias=False, device="cuda:0") for _ in range(depth)])
+        average, optimizer = Average(module, 0.99), Muon(list(module.parameters()), 0.1, weight_decay=0.1)
+        optimizer.found_inf = torch.zeros((), device="cuda:0") if "skipping" in what else None
+        for n in range(2):
+            for p in module.parameters():
                 p.grad = torch.empty_like(p)
             with Watch() as watch:
-                optimizer.step()
-        assert not watch.waits
-        return sum(watch.kernels.values())
-
-    with pretended():
-        assert launches(2) == launches(9)
-
-
-def test_launches_of_averaged_weights_do_not_grow_with_depth() -> None:
-    def launches(depth: int) -> int:
-        module = torch.nn.ModuleList([torch.nn.Linear(6, 4, device="cuda:0") for _ in range(depth)])
-        average = Average(module, 0.99)
-        with Watch() as watch:
-            average.update(0)
+                average.update(n) if what == "average" else optimizer.step()
         assert not watch.waits
         return sum(watch.kernels.values())
 

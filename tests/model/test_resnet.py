@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,14 +13,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-import kiloword.training.loop as loop
 from kiloword.apps.plan.options import Plan
 from kiloword.apps.plan.planner import Planner
 from kiloword.config.options import Checkpointing
 from kiloword.config.recipes import ImageConfig, ModelConfig, Recipe, sizes
 from kiloword.distributed import collectives
 from kiloword.interop.folder import import_as
-from kiloword.interop.open_clip_config import model_config, torchvision_ready
+from kiloword.interop.open_clip_config import raw_config, translate
 from kiloword.interop.state_dicts import translated
 from kiloword.methods.clip import Settings
 from kiloword.methods.clip import preset as clip
@@ -31,20 +29,20 @@ from kiloword.methods.registry import preset
 from kiloword.model.heads import Head, Scale, Single
 from kiloword.model.model import Model, initialise, resize
 from kiloword.model.resnet import BatchNorm, ResNet, commit, statistics
+from kiloword.model.trunks.libraries import torchvision_ready
 from kiloword.models.build import build
 from kiloword.training.engine import recompute
 from kiloword.training.loop import RunOptions, train
 from kiloword.training.step import learner_of
 from kiloword.types import Texts
 from kiloword.verify import suite
-from states import load_state
+from runs import whole_and_cut
 from threads import over_threads
 
 SMALL = ImageConfig(
     tower="clip-resnet", size=64, patch=32, width=128, depth=4, heads=4, mlp=64, class_token=False, pre_norm=False
 )
 NOT_SKIPPED = torch.zeros(())
-EVERY = RunOptions(log_every=1, save_every=2, quiet=True)
 
 
 def small() -> ModelConfig:
@@ -82,7 +80,7 @@ def test_open_clips_rn50(open_clip: ModuleType) -> None:
     config["text_cfg"] |= {"layers": 2, "vocab_size": 512}
     torch.manual_seed(0)
     theirs: Any = stirred(open_clip.CLIP(**config)).eval()
-    whole = model_config("RN50")
+    whole = translate("RN50", raw_config("RN50"))
     shape = replace(whole, text=replace(whole.text, depth=2, vocab=512))
     imported = import_as(shape, "RN50", theirs.state_dict())
     assert imported.left_over == []
@@ -107,7 +105,6 @@ def test_open_clips_rn50(open_clip: ModuleType) -> None:
 
 
 def test_torchvisions_resnet() -> None:
-    pytest.importorskip("PIL")
     torchvision_ready()
     resnet = pytest.importorskip("torchvision.models.resnet", reason="torchvision is not installed")
     theirs: Any = stirred(resnet.ResNet(resnet.Bottleneck, [1, 1, 1, 1]))
@@ -172,25 +169,23 @@ def test_statistics_are_those_of_the_whole_batch(ranks: int, checkpointing: Chec
 
 def test_micro_batches_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="batch norm"):
-        train(replace(recipe(), micro=4), tmp_path / "run", options=EVERY)
+        train(replace(recipe(), micro=4), tmp_path / "run", options=RunOptions(quiet=True))
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="batch norm"):
         Planner(Plan(), replace(recipe(), micro=4))
-
-
-@pytest.mark.parametrize(
-    ("method", "settings"), [("llip", {}), ("prolip", {}), ("sycoca", {}), ("coca", {"caption_mask": "random"})]
-)
-def test_methods_that_need_a_transformer(method: str, settings: dict[str, Any]) -> None:
-    config = replace(small(), head=replace(small().head, image_pool="mean"))
-    with pytest.raises(ValueError, match=r"ResNet.*transformer|transformer.*ResNet"):
-        learner_of(config, preset(method, settings))
 
 
 @pytest.mark.parametrize("change", [{"depth": 5}, {"patch": 16}, {"width": 96}, {"size": 100}])
 def test_shapes_that_no_resnet_has(change: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="ResNet"):
         ResNet(replace(SMALL, **change))
+
+
+@pytest.mark.parametrize("method", ["llip", "prolip", "sycoca"])
+def test_methods_that_need_a_transformer(method: str) -> None:
+    config = replace(small(), head=replace(small().head, image_pool="mean"))
+    with pytest.raises(ValueError, match="transformer"):
+        learner_of(config, preset(method))
 
 
 def test_a_skipped_step_leaves_the_statistics() -> None:
@@ -227,33 +222,10 @@ def recipe() -> Recipe:
 
 
 @pytest.mark.slow
-def test_a_stopped_run_resumes_and_saves_averaged_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train(recipe(), tmp_path / "whole", options=EVERY)
-    stopped_at(2, monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
-        train(recipe(), tmp_path / "cut", options=EVERY)
-    monkeypatch.undo()
-    train(recipe(), tmp_path / "cut", options=EVERY)
-    states = [load_state(tmp_path / out / "state", pytest.fail) for out in ("whole", "cut")]
-    assert states[0] is not None
-    assert states[1] is not None
-    for name, value in states[0][0].items():
-        assert torch.equal(states[1][0][name], value), name
-    folder = load_file(tmp_path / "whole" / "model" / "model.safetensors")
+def test_a_cut_run_goes_on_and_saves_averaged_statistics(tmp_path: Path) -> None:
+    whole = whole_and_cut(recipe(), tmp_path)
     name = "image_tower.stages.0.0.bn1.running_mean"
-    assert torch.equal(folder[name], states[0][0][f"average/model.{name}"])
-    assert not torch.equal(folder[name], states[0][0][f"learner/model.{name}"])
-    assert folder[name].abs().max() > 0
-
-
-def stopped_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """End the run after a step, once its state is on disk."""
-    after: Callable[..., None] = loop.Cadence.after_step
-
-    def stop(cadence: Any, *args: Any) -> None:
-        after(cadence, *args)
-        if cadence.run.step == step:
-            cadence.saver.finish()
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(loop.Cadence, "after_step", stop)
+    saved = load_file(tmp_path / "whole" / "model" / "model.safetensors")[name]
+    assert torch.equal(saved, whole[f"average/model.{name}"])
+    assert not torch.equal(saved, whole[f"learner/model.{name}"])
+    assert saved.any()

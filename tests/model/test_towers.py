@@ -1,9 +1,9 @@
-"""Attention and towers against slow, obvious references; initialisation; resizing."""
+"""Attention and towers against slow, obvious references; initialisation; resizing; layers by depth."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,19 +12,20 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from kiloword.config.recipes import HeadConfig, ImageConfig, ModelConfig, TextConfig, sizes
 from kiloword.model.attention import KeyValueCache, Packing, attention
-from kiloword.model.blocks import Init, activate
+from kiloword.model.blocks import Init, activate, depths, layers_of, trunk_layers
 from kiloword.model.decoder import ImageDecoder
 from kiloword.model.heads import Head, Scale, Single
 from kiloword.model.image import ConvStem, ImageTower, fold, unfold
 from kiloword.model.model import Model, initialise, resize
 from kiloword.model.pooling import AttentionalPool
+from kiloword.model.resnet import ResNet
 from kiloword.model.text import TextTower
 from kiloword.types import Texts
-from parts import drawn
+from parts import agree, drawn
 
 
 def packed(lengths: list[int]) -> Texts:
@@ -43,77 +44,61 @@ def one(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return out
 
 
-def agree(ours: Tensor, literal: Tensor, *inputs: Tensor) -> None:
-    """Values and gradients, in double precision."""
-    assert torch.allclose(ours, literal, rtol=0, atol=1e-12)
-    weights = drawn(*ours.shape, seed=9)
-    for a, b in zip(
-        torch.autograd.grad((ours * weights).sum(), inputs),
-        torch.autograd.grad((literal * weights).sum(), inputs),
-        strict=True,
-    ):
-        assert torch.allclose(a, b, rtol=0, atol=1e-11)
+def same(found: Tensor, expected: Tensor, inputs: Sequence[Tensor]) -> None:
+    """Values, and gradients of a weighted sum."""
+    weights = drawn(*found.shape, seed=9)
+    agree(found * weights, expected * weights, inputs, atol=1e-11)
 
 
-lengths = st.lists(st.integers(1, 6), min_size=1, max_size=4)
+def leaves(*rows: Sequence[int]) -> list[Tensor]:
+    """Queries, keys and values of these leading shapes, of two heads."""
+    return [drawn(*shape, 2, 4, seed=n).requires_grad_() for n, shape in enumerate(rows)]
 
 
-@settings(max_examples=20, deadline=None)
-@given(lengths, st.booleans())
-def test_packed_attention_is_each_text_alone(ls: list[int], causal: bool) -> None:
-    packing = Packing.of(packed(ls))
-    q, k, v = (drawn(sum(ls), 2, 4, seed=s).requires_grad_() for s in range(3))
-    literal = [one(a, b, c, causal) for a, b, c in zip(q.split(ls), k.split(ls), v.split(ls), strict=True)]
-    agree(attention(q, k, v, packing, packing, causal), torch.cat(literal), q, k, v)
+TEXTS = [[3, 2, 4], [5], [1, 1, 6, 1], [2, 3, 1, 40, 2, 3, 1, 4, 2, 3, 33]]  # the last ones padded with their like
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_one_long_text_among_short_ones(causal: bool) -> None:
-    """Texts of similar lengths are padded together; rows behind the last text stay zero."""
-    ls = [2, 3, 1, 40, 2, 3, 1, 4, 2, 3, 33]
-    packing, total = Packing.of(packed(ls), 8), sum(ls)
-    q, k, v = (drawn(total + packing.tail, 2, 4, seed=s).requires_grad_() for s in range(3))
-    own = [x[:total].split(ls) for x in (q, k, v)]
-    literal = [one(a, b, c, causal) for a, b, c in zip(*own, strict=True)]
-    ours = attention(q, k, v, packing, packing, causal)
-    assert not ours[total:].any()
-    agree(ours[:total], torch.cat(literal), q, k, v)
+@pytest.mark.parametrize("lengths", TEXTS)
+def test_packed_attention_is_each_text_alone(lengths: list[int], causal: bool) -> None:
+    """Rows behind the last text stay zero."""
+    packing, total = Packing.of(packed(lengths), 8), sum(lengths)
+    q, k, v = every = leaves(*[(total + packing.tail,)] * 3)
+    expected = [one(*own, causal) for own in zip(*(x[:total].split(lengths) for x in every), strict=True)]
+    found = attention(q, k, v, packing, packing, causal)
+    assert not found[total:].any()
+    same(found[:total], torch.cat(expected), every)
 
 
-@pytest.mark.parametrize("ls", [[3, 2, 4], [2, 3, 1, 40, 4]])
-def test_tokens_that_nothing_attends_to(ls: list[int]) -> None:
-    packing, total = Packing.of(packed(ls)), sum(ls)
+@pytest.mark.parametrize("lengths", TEXTS[::3])
+def test_tokens_that_nothing_attends_to(lengths: list[int]) -> None:
+    total = sum(lengths)
     seen = torch.ones(total, dtype=torch.bool).index_fill(0, torch.tensor([1, 3]), False)
-    q, k, v = (drawn(total, 2, 4, seed=s).requires_grad_() for s in range(3))
-    own = [[x[s] for x, s in zip(y.split(ls), seen.split(ls), strict=True)] for y in (k, v)]
-    literal = [one(a, b, c, False) for a, b, c in zip(q.split(ls), *own, strict=True)]
-    packing = replace(packing, unseen=~seen)
-    agree(attention(q, k, v, packing, packing), torch.cat(literal), q, k, v)
+    q, k, v = every = leaves(*[(total,)] * 3)
+    own = [[x[s] for x, s in zip(y.split(lengths), seen.split(lengths), strict=True)] for y in (k, v)]
+    expected = [one(a, b, c, False) for a, b, c in zip(q.split(lengths), *own, strict=True)]
+    packing = replace(Packing.of(packed(lengths)), unseen=~seen)
+    same(attention(q, k, v, packing, packing), torch.cat(expected), every)
 
 
 @settings(max_examples=20, deadline=None)
-@given(lengths, st.integers(1, 5))
-def test_packed_texts_look_at_dense_images(ls: list[int], patches: int) -> None:
-    q = drawn(sum(ls), 2, 4).requires_grad_()
-    k, v = (drawn(len(ls), patches, 2, 4, seed=s).requires_grad_() for s in (1, 2))
-    literal = torch.cat([one(a, k[n], v[n], False) for n, a in enumerate(q.split(ls))])
-    agree(attention(q, k, v, Packing.of(packed(ls))), literal, q, k, v)
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=4))
-def test_packed_texts_look_at_packed_keys(pairs: list[tuple[int, int]]) -> None:
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=4), st.integers(1, 5))
+def test_packed_texts_look_at_packed_keys_and_dense_images(pairs: list[tuple[int, int]], patches: int) -> None:
     lq, lk = [a for a, _ in pairs], [b for _, b in pairs]
-    q = drawn(sum(lq), 2, 4).requires_grad_()
-    k, v = (drawn(sum(lk), 2, 4, seed=s).requires_grad_() for s in (1, 2))
-    literal = [one(a, b, c, False) for a, b, c in zip(q.split(lq), k.split(lk), v.split(lk), strict=True)]
-    agree(attention(q, k, v, Packing.of(packed(lq)), Packing.of(packed(lk))), torch.cat(literal), q, k, v)
+    q, k, v = every = leaves((sum(lq),), (sum(lk),), (sum(lk),))
+    expected = [one(a, b, c, False) for a, b, c in zip(q.split(lq), k.split(lk), v.split(lk), strict=True)]
+    same(attention(q, k, v, Packing.of(packed(lq)), Packing.of(packed(lk))), torch.cat(expected), every)
+    q, k, v = every = leaves((sum(lq),), (len(lq), patches), (len(lq), patches))
+    expected = [one(a, k[n], v[n], False) for n, a in enumerate(q.split(lq))]
+    same(attention(q, k, v, Packing.of(packed(lq))), torch.cat(expected), every)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_dense_attention(causal: bool) -> None:
-    q, k, v = (drawn(3, 5, 2, 4, seed=s).requires_grad_() for s in range(3))
-    agree(attention(q, k, v, causal=causal), torch.stack([one(q[n], k[n], v[n], causal) for n in range(3)]), q, k, v)
+    q, k, v = every = leaves(*[(3, 5)] * 3)
+    same(
+        attention(q, k, v, causal=causal), torch.stack([one(*own, causal) for own in zip(q, k, v, strict=True)]), every
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -135,11 +120,12 @@ def test_activations() -> None:
     assert torch.allclose(activate(x, "gelu_tanh"), tanh)
 
 
+DEBUG = sizes()["debug"]
 SMALL = ImageConfig(size=16, patch=4, width=16, depth=2, heads=2, mlp=32, extra_tokens=2)
 
 
-def image_tower(config: ImageConfig, mask_token: bool = False) -> ImageTower:
-    tower = ImageTower(replace(config, mask_token=mask_token)).double()
+def image_tower(**changes: Any) -> ImageTower:
+    tower = ImageTower(replace(SMALL, **changes)).double()
     initialise(tower, 0)
     return tower
 
@@ -154,24 +140,22 @@ def test_unfolding_reads_as_a_strided_convolution() -> None:
 
 @pytest.mark.parametrize("stem", ["linear", "conv"])
 @pytest.mark.parametrize("class_token", [True, False])
-def test_kept_patches_are_those_kept(stem: str, class_token: bool) -> None:
-    tower = image_tower(replace(SMALL, stem=stem, class_token=class_token))  # type: ignore[arg-type]
-    images = drawn(3, 3, 16, 16)
+def test_patches_in_another_order_are_the_same_tokens_in_that_order(stem: Any, class_token: bool) -> None:
+    """Positions travel with them; and an image does not depend on its neighbours."""
+    tower, images, before = image_tower(stem=stem, class_token=class_token), drawn(3, 3, 16, 16), 2 + int(class_token)
     whole = tower(images)
-    assert whole.shape == (3, 16 + 2 + class_token, 16)
-    # all patches in another order: the same tokens in that order, since positions travel with them
+    assert whole.shape == (3, before + 16, 16)
+    assert torch.allclose(whole[1:2], tower(images[1:2]), rtol=0, atol=1e-12)
     order = torch.stack([torch.randperm(16, generator=torch.Generator().manual_seed(n)) for n in range(3)])
-    before = 2 + int(class_token)
-    assert torch.allclose(tower(images, order)[:, :before], whole[:, :before])
-    assert torch.allclose(
-        tower(images, order)[:, before:], torch.stack([whole[n, before:][order[n]] for n in range(3)])
-    )
+    moved = tower(images, order)
+    assert torch.allclose(moved[:, :before], whole[:, :before])
+    assert torch.allclose(moved[:, before:], torch.stack([whole[n, before:][order[n]] for n in range(3)]))
     assert tower(images, order[:, :4]).shape[1] == before + 4
 
 
 @pytest.mark.parametrize("stem", ["linear", "conv"])
-def test_dropped_patches_are_not_seen_and_masked_ones_hide_their_pixels(stem: str) -> None:
-    tower = image_tower(replace(SMALL, stem=stem), mask_token=True)  # type: ignore[arg-type]
+def test_dropped_patches_are_not_seen_and_masked_ones_hide_their_pixels(stem: Any) -> None:
+    tower = image_tower(stem=stem, mask_token=True)
     images = drawn(2, 3, 16, 16)
     hidden = torch.zeros(2, 16, dtype=torch.bool)
     hidden[:, 3:9] = True
@@ -179,16 +163,8 @@ def test_dropped_patches_are_not_seen_and_masked_ones_hide_their_pixels(stem: st
     assert torch.equal(tower(images, masked=hidden), tower(changed, masked=hidden))
     assert not torch.allclose(tower(images), tower(changed))
     keep = (~hidden).nonzero()[:, 1].view(2, -1)
-    if stem == "linear":  # convolutions look a few pixels over the border
-        assert torch.equal(tower(images, keep), tower(changed, keep))
+    assert torch.equal(tower(images, keep), tower(changed, keep))
     assert torch.equal(tower(images, keep, hidden), tower(changed, keep, hidden))
-
-
-@pytest.mark.parametrize("stem", ["linear", "conv"])
-def test_a_image_does_not_depend_on_its_neighbours(stem: str) -> None:
-    tower = image_tower(replace(SMALL, stem=stem))  # type: ignore[arg-type]
-    images = drawn(3, 3, 16, 16)
-    assert torch.allclose(tower(images)[1:2], tower(images[1:2]), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("patch", "channels"), [(16, [2, 4]), (14, [2]), (4, [2]), (3, []), (2, [])])
@@ -225,12 +201,15 @@ def test_a_text_does_not_depend_on_its_neighbours(sequences: list[list[int]], ca
         (lambda: TextTower(TEXT)(Texts.pack([[1] * 9])), "context is 8"),
         (lambda: ImageTower(replace(SMALL, patch=SMALL.size + 1)), "image size"),
         (lambda: ImageTower(replace(SMALL, heads=3)), "3 heads"),
-        (lambda: image_tower(SMALL)(drawn(1, 3, 8, 8)), "16, 16"),
-        (lambda: image_tower(SMALL)(torch.zeros(1, 3, 16, 16, dtype=torch.uint8)), "normalise"),
+        (lambda: image_tower()(drawn(1, 3, 8, 8)), "16, 16"),
+        (lambda: image_tower()(torch.zeros(1, 3, 16, 16, dtype=torch.uint8)), "normalise"),
         (lambda: ImageTower(replace(SMALL, depth=0)), "needs a trunk"),
         (lambda: ImageTower(replace(SMALL, uncertainty_token=True, uncertainty_blocks=3)), "3 blocks"),
         (lambda: TextTower(replace(TEXT, class_place="last")), "class token"),
-        (lambda: image_tower(SMALL)(drawn(1, 3, 16, 16), masked=torch.eye(1, 16) > 0), "mask token"),
+        (lambda: image_tower()(drawn(1, 3, 16, 16), masked=torch.eye(1, 16) > 0), "mask token"),
+        (lambda: model(DEBUG).normalise(torch.zeros(1, 3, 2, 2)), "uint8"),
+        (lambda: resize(DEBUG, model(DEBUG).state_dict(), 7), "patch size"),
+        (lambda: initialise(Model(DEBUG, Head(Single(DEBUG)), {"gate": Gate()}), 0), "'strength' of Gate"),
     ],
 )
 def test_refused(use: Callable[[], object], word: str) -> None:
@@ -245,35 +224,28 @@ def model(config: ModelConfig, seed: int = 0) -> Model:
 
 
 def test_same_names_start_equal() -> None:
-    config = sizes()["debug"]
-    plain, wide = model(config), model(replace(config, image=replace(config.image, extra_tokens=3, stem="conv")))
+    plain, wide = model(DEBUG), model(replace(DEBUG, image=replace(DEBUG.image, extra_tokens=3, stem="conv")))
     other = dict(wide.named_parameters())
     for name, parameter in plain.named_parameters():
         assert torch.equal(parameter, other[name]), name
-    assert not torch.equal(plain.image_tower.positions, model(config, 1).image_tower.positions)
-    double = Model(config, Head(Single(config), scale=Scale(bias=-10.0))).double()
+    assert not torch.equal(plain.image_tower.positions, model(DEBUG, 1).image_tower.positions)
+    double = model(DEBUG).double()
     initialise(double, 0)
     assert torch.equal(double.text_tower.tokens.float(), plain.text_tower.tokens)
+    complete = Gate(strength=Init(mean=0.5))
+    initialise(complete, 0)
+    assert complete.strength.tolist() == [0.5, 0.5]
 
 
-class Gate(torch.nn.Module):
+class Gate(nn.Module):
     """A part of one's own: `says` is how it starts."""
 
     def __init__(self, **says: Init) -> None:
         super().__init__()
-        self.strength, self.says = torch.nn.Parameter(torch.full((2,), 7.0)), says
+        self.strength, self.says = nn.Parameter(torch.full((2,), 7.0)), says
 
     def initial(self) -> dict[str, Init]:
         return self.says
-
-
-def test_a_parameter_without_an_initial_value_is_named_with_its_class() -> None:
-    config, forgot = sizes()["debug"], Gate()
-    with pytest.raises(ValueError, match=r"'strength' of Gate"):
-        initialise(Model(config, Head(Single(config)), {"gate": forgot}), 0)
-    complete = Gate(strength=Init(mean=0.5))
-    initialise(complete, 0)
-    assert complete.strength.tolist() == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("init_std", [None, 0.1])
@@ -281,12 +253,9 @@ def test_starting_deviations(init_std: float | None) -> None:
     """1 over the root of the inputs for what multiplies them; what adds to the stream over that of its blocks too."""
     image = ImageConfig(size=64, patch=8, width=64, depth=2, heads=2, mlp=256, extra_tokens=64, init_std=init_std)
     text = TextConfig(context=64, vocab=512, width=64, depth=2, heads=2, mlp=256)
-    config = replace(sizes()["debug"], image=image, text=text)
-    tower, decoder, pool = (
-        ImageTower(image),
-        ImageDecoder(config, 3, dropped=True),
-        AttentionalPool(image, HeadConfig()),
-    )
+    config = replace(DEBUG, image=image, text=text)
+    tower, pool = ImageTower(image), AttentionalPool(image, HeadConfig())
+    decoder = ImageDecoder(config, 3, dropped=True)
     for part in (tower, decoder, pool):
         initialise(part, 0)
     words: Any = model(config).text_tower
@@ -311,19 +280,16 @@ def test_starting_deviations(init_std: float | None) -> None:
 
 
 def test_images_are_normalised_once() -> None:
-    made = model(sizes()["debug"])
+    made = model(DEBUG)
     image = torch.full((1, 3, 2, 2), 255, dtype=torch.uint8)
     preprocess = made.config.preprocess
     expected = [(1 - m) / s for m, s in zip(preprocess.mean, preprocess.std, strict=True)]
     assert made.normalise(image)[0, :, 0, 0].tolist() == pytest.approx(expected)
-    with pytest.raises(ValueError, match="must be uint8"):
-        made.normalise(image.float())
     assert not {"mean", "std"} & made.state_dict().keys()
 
 
 def test_resized_positions() -> None:
-    config = sizes()["debug"]
-    config = replace(config, image=replace(config.image, size=64, patch=8))
+    config = replace(DEBUG, image=replace(DEBUG.image, size=64, patch=8))
     made = model(config)
     same_config, same = resize(config, made.state_dict(), 64)
     assert same_config == config
@@ -337,5 +303,63 @@ def test_resized_positions() -> None:
     assert torch.allclose(places[1:], torch.arange(32.0).expand(144, -1), atol=1e-4)
     assert torch.equal(places[0], state["image_tower.positions"][0])
     model(larger).load_state_dict(resized)
-    with pytest.raises(ValueError, match="below the patch size"):
-        resize(config, state, 7)
+
+
+# Layers by depth
+
+IMAGE = replace(SMALL, depth=3, extra_tokens=0)
+
+
+def test_layers_of_an_image_tower() -> None:
+    config = replace(IMAGE, stem="conv", extra_tokens=2, mask_token=True)
+    assert layers_of(ImageTower(config)) == [
+        ["blocks.0", "class_token", "extra_tokens", "mask_token", "patches", "positions", "pre_norm", "stem"],
+        ["blocks.1"],
+        ["blocks.2", "norm"],
+    ]
+    beside = ImageTower(replace(IMAGE, uncertainty_token=True, uncertainty_blocks=2))
+    assert [layer[1] for layer in layers_of(beside)[1:]] == ["uncertainty_blocks.0", "uncertainty_blocks.1"]
+
+
+def test_every_parameter_is_in_one_layer() -> None:
+    """Of eleven blocks, so that "blocks.1" begins the name of another one."""
+    with torch.device("meta"):
+        towers = [
+            ImageTower(replace(IMAGE, depth=11)),
+            TextTower(replace(TEXT, depth=11)),
+            ResNet(sizes()["rn50"].image),
+        ]
+    for tower in towers:
+        layers, of = layers_of(tower), depths(tower)
+        assert set(of.values()) == set(range(len(layers)))
+        for name, depth in of.items():
+            holding = [n for n, layer in enumerate(layers) for p in layer if name == p or name.startswith(f"{p}.")]
+            assert holding == [depth], name
+    resnet = layers_of(towers[2])
+    assert len(resnet) == 16
+    assert (resnet[0], resnet[3], resnet[15]) == (["stages.0.0", "stem", "stem_norms"], ["stages.1.0"], ["stages.3.2"])
+
+
+class TwoLayers(nn.Module):
+    """Two layers; a third parameter that none of them names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.parts, self.odd = nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 2)
+
+    def blocks(self) -> list[list[str]]:
+        return [["stem"], ["parts.0"]]
+
+
+def test_layers_of_a_trunk_are_below_those_of_the_tower() -> None:
+    tower = ImageTower(IMAGE)
+    tower.trunk = TwoLayers()  # type: ignore[assignment]
+    assert layers_of(tower)[:2] == [["trunk.stem"], ["trunk.parts.0"]]
+    assert layers_of(tower)[2:] == layers_of(ImageTower(IMAGE))
+    assert trunk_layers(tower) == 2
+    of = depths(tower)
+    assert [of[name] for name in ("trunk.stem.bias", "trunk.parts.0.bias", "trunk.odd.bias")] == [0, 1, 0]
+    names = ("positions", "blocks.0.norm1.bias", "blocks.2.norm1.bias", "norm.bias")
+    assert [of[name] for name in names] == [2, 2, 4, 4]
+    tower.blocks = nn.ModuleList()
+    assert layers_of(tower)[2:] == [["class_token", "patches", "positions", "pre_norm", "norm"]]

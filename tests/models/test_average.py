@@ -9,26 +9,25 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from commands import refused
 from folders import changed, model_folder
 from kiloword.cli.main import main
 from kiloword.models.card import model_card
 from kiloword.models.model_folder import load_model
-from photo_folders import refused
 
 MODEL = ("config.json", "model.safetensors", "tokenizer.json")
 
 
-def other(folder: Path, seed: int) -> Path:
-    generator = torch.Generator().manual_seed(seed)
-    weights = load_file(folder / "model.safetensors")
-    moved = {name: value + torch.randn(value.shape, generator=generator) for name, value in weights.items()}
-    save_file(moved, folder / "model.safetensors")
-    return folder
-
-
 @pytest.fixture
 def models(tmp_path: Path) -> list[Path]:
-    return [other(model_folder(tmp_path / name), seed) for seed, name in enumerate("abc")]
+    """Three of other weights; a bias of -0, as digests of bytes tell it from 0."""
+    folders = [model_folder(tmp_path / name) for name in "abc"]
+    generator = torch.Generator().manual_seed(0)
+    for folder in folders:
+        weights = load_file(folder / "model.safetensors")
+        moved = {name: value + torch.randn(value.shape, generator=generator) for name, value in weights.items()}
+        save_file({**moved, "head.bias": torch.zeros_like(moved["head.bias"]).neg()}, folder / "model.safetensors")
+    return folders
 
 
 def average(*words: object) -> None:
@@ -46,26 +45,17 @@ def average(*words: object) -> None:
     ],
 )
 def test_the_mean(
-    models: list[Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    words: list[object],
-    shares: list[float],
+    models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[object], shares: list[float]
 ) -> None:
-    """Bit for bit; stored tokens of a frozen trunk are known by a digest of its bytes, which tell -0 from 0."""
+    """Bit for bit."""
     parts = [load_file(folder / "model.safetensors") for folder in models[: len(shares)]]
-    for part, folder in zip(parts, models, strict=False):
-        part["head.bias"] = torch.zeros_like(part["head.bias"]).neg()
-        save_file(part, folder / "model.safetensors")
     average(*models[: len(shares)], *words, "--out", tmp_path / "m")
-    weights = {name: x.data for name, x in load_model(tmp_path / "m")[0].state_dict().items()}
-    assert weights.keys() >= parts[0].keys()
+    weights = load_model(tmp_path / "m")[0].state_dict()
     for name in parts[0]:
         expected = torch.stack([share * part[name].double() for share, part in zip(shares, parts, strict=True)]).sum(0)
         assert torch.equal(weights[name], expected.float()), name
     assert weights["head.bias"].signbit().all()
-    count_all = sum(x.numel() for x in parts[0].values())
-    assert f"{count_all:,} parameters: " in capsys.readouterr().out
+    assert f"{sum(x.numel() for x in parts[0].values()):,}" in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "m").iterdir()} == {"README.md", *MODEL}
 
 
@@ -79,7 +69,7 @@ def test_an_average_says_of_what(models: list[Path], tmp_path: Path, monkeypatch
     assert file["steps"] == 0
     assert file["data"] == "averaged: 0.75 of a (1,000 steps on shards-0), 0.25 of b (2,000 steps on shards-1)"
     text = Path("m/README.md").read_text()
-    assert "averaged: 0.75 of a (1,000 steps on shards" in text
+    assert file["data"] in text
     assert text == model_card(Path("m"))
     average("m", "c", "--out", "again")
     assert "0.5 of m (averaged: 0.75 of a (" in Path("again/README.md").read_text()

@@ -10,10 +10,9 @@ import pytest
 
 from folders import model_folder
 from kiloword.cli.main import main
-from kiloword.models.card import model_card, record_evaluation
+from kiloword.models.card import model_card, record_retrieval
 
-NONE = "No evaluation is recorded beside this model."
-RUN = {"format": "kiloword-run-1"}
+NONE = "No evaluation is recorded"
 
 
 def written(path: Path, value: Any) -> Path:
@@ -24,7 +23,7 @@ def written(path: Path, value: Any) -> Path:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    written(tmp_path / "run" / "config.json", RUN)
+    written(tmp_path / "run" / "config.json", {"format": "kiloword-run-1"})
     return model_folder(tmp_path / "run" / "model")
 
 
@@ -58,6 +57,6 @@ def test_what_eval_writes_stands_in_the_card(model: Path, monkeypatch: pytest.Mo
     metrics = json.loads((model.parent / "mine.json").read_text())
     rows = [line for line in model_card(model).splitlines() if line.startswith("| mine |")]
     assert len(rows) == sum(isinstance(value, float) for value in metrics.values())
-    record_evaluation(model, "more", "scenes", 4, 1, {"recall@1": 0.25})
+    record_retrieval(model, "scenes", 4, 1, {"recall@1": 0.25})
     monkeypatch.chdir(model)
-    assert "| more: scenes, 4 images, at step 1 | recall@1 | 0.2500 |" in model_card(Path())
+    assert "| retrieval: scenes, 4 images, at step 1 | recall@1 | 0.2500 |" in model_card(Path())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,12 +20,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from kiloword.distributed import collectives
+from kiloword.files import SaveError
 from kiloword.models.states import copy_part, newest, shards_folder, steps_done, write_numbers, write_part
-from kiloword.models.tensors import spec_of, write_tensors
+from kiloword.models.tensors import write_tensors
 from kiloword.training.loop import RunOptions, train
-from kiloword.training.optimizer import Optimizer
 from kiloword.verify.suite import over_ranks
-from states import at_saves, failing_at, load_state, recipe
+from runs import assert_equal, at_saves, cut_at, load_state, recipe, rows, state
 
 EVERY = RunOptions(log_every=1, save_every=2, quiet=True)
 SHARD = "shard-00001-of-00001.safetensors"
@@ -45,12 +46,7 @@ def some() -> dict[str, Tensor]:
     }
 
 
-NUMBERS = {
-    "truncated": 3,
-    "skipped_steps": [0, 0],
-    "bad": {"bad": []},
-    "since_row": {"reports": [], "captions": 0},
-}
+NUMBERS = {"truncated": 3, "skipped_steps": [0, 0], "bad": {"bad": []}, "since_row": {"reports": [], "captions": 0}}
 
 
 def put(folder: Path, step: int, tensors: dict[str, Tensor]) -> Path:
@@ -60,22 +56,12 @@ def put(folder: Path, step: int, tensors: dict[str, Tensor]) -> Path:
     return shards.with_suffix(".json")
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert spec_of(found[name]) == spec_of(value)
-        assert torch.equal(found[name], value), name
-
-
-# Files
-
-
 def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
     tensors = some() | {dtype: torch.ones(3, 2).to(getattr(torch, dtype)) for dtype in ("int8", "int16", "float16")}
     tensors |= {"\u00e9\n": torch.zeros(0, 4, dtype=torch.uint8)}
     path = tmp_path / "file"
     checksum = write_tensors(path, tensors, {"a": "b"})
-    same(load_file(path), tensors)
+    assert_equal(load_file(path), tensors)
     assert checksum == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -85,10 +71,7 @@ def test_torchs_own_reader_reads_a_state(tmp_path: Path) -> None:
     into = {name: torch.zeros_like(value) for name, value in some().items()}
     with pytest.warns(UserWarning, match="in a single process"):
         dcp_load(into, storage_reader=HuggingFaceStorageReader(str(shards_folder(tmp_path, 5))), no_dist=True)
-    same(into, some())
-
-
-# Which state is taken
+    assert_equal(into, some())
 
 
 def flip(path: Path) -> None:
@@ -117,19 +100,13 @@ def test_damage_falls_back_to_the_state_before(tmp_path: Path, name: str) -> Non
     output: list[str] = []
     found = load_state(tmp_path, output.append)
     assert found is not None
-    same(found[0], before)
+    assert_equal(found[0], before)
     assert found[1]["step"] == 7
-    (sentence,) = output
-    assert "step-000000009 is damaged" in sentence
-    assert len(sentence) < 500
-
-
-def test_without_its_json_a_state_does_not_exist(tmp_path: Path) -> None:
-    put(tmp_path, 7, some())
-    put(tmp_path, 9, some()).unlink()
-    found = load_state(tmp_path, pytest.fail)
-    assert found is not None
-    assert found[1]["step"] == steps_done(tmp_path) == 7
+    assert [("step-000000009 is damaged" in said, len(said) < 500) for said in output] == [(True, True)]
+    assert steps_done(tmp_path) == 9
+    (tmp_path / "step-000000009.json").unlink()  # without its json it does not exist
+    assert load_state(tmp_path, pytest.fail) is not None
+    assert steps_done(tmp_path) == 7
 
 
 # While training
@@ -137,19 +114,12 @@ def test_without_its_json_a_state_does_not_exist(tmp_path: Path) -> None:
 
 def test_the_model_folder_holds_averaged_weights(tmp_path: Path) -> None:
     """Averaged from what the method prepared on: a searched bias among it."""
-    some = replace(recipe(2), method="siglip+bias-search")
-    found = load_state(train(some, tmp_path, options=replace(EVERY, save_every=1)).parent / "state", pytest.fail)
-    assert found is not None
-    model, (state, _) = load_file(tmp_path / "model" / "model.safetensors"), found
-    same(model, {name: state[f"average/model.{name}"] for name in model})
-    assert not torch.equal(model["head.log_scale"], state["learner/model.head.log_scale"])
-    assert float((model["head.bias"] - state["learner/model.head.bias"]).abs()) < 0.01
+    train(recipe(2, method="siglip+bias-search"), tmp_path, options=replace(EVERY, save_every=1))
+    model, tensors = load_file(tmp_path / "model" / "model.safetensors"), state(tmp_path)[0]
+    assert_equal(model, {name: tensors[f"average/model.{name}"] for name in model})
+    assert not torch.equal(model["head.log_scale"], tensors["learner/model.head.log_scale"])
+    assert float((model["head.bias"] - tensors["learner/model.head.bias"]).abs()) < 0.01
     assert abs(float(model["head.bias"]) + 10) > 0.1  # where it was before
-
-
-def steps(out: Path) -> int:
-    path = out / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 def test_training_goes_on_while_a_state_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,9 +129,9 @@ def test_training_goes_on_while_a_state_is_written(tmp_path: Path, monkeypatch: 
 
     def until_two_steps_later(save: int) -> None:
         end = time.monotonic() + 200
-        while save == 1 and steps(out) < 5 and time.monotonic() < end:
+        while save == 1 and len(rows(out)) < 5 and time.monotonic() < end:
             time.sleep(0.002)
-        seen.append(steps(out))
+        seen.append(len(rows(out)))
 
     at_saves(monkeypatch, until_two_steps_later)
     train(recipe(6), out, options=replace(EVERY, save_every=3, keep_states=9))
@@ -174,11 +144,40 @@ def test_training_goes_on_while_a_state_is_written(tmp_path: Path, monkeypatch: 
 def test_a_state_that_is_being_written_when_the_run_fails_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Optimizer, "step", failing_at(3))
     at_saves(monkeypatch, lambda number: time.sleep(0.3))
-    with pytest.raises(RuntimeError, match="stop here"):
-        train(recipe(), tmp_path, options=replace(EVERY, save_every=3))
+    cut_at(4, recipe(), tmp_path, replace(EVERY, save_every=3))
     assert steps_done(tmp_path / "state") == 3
+
+
+def on_names(patch: pytest.MonkeyPatch, work: Callable[[Path], object]) -> None:
+    """`work` gets each file that has received its name."""
+    real = Path.replace
+    patch.setattr(Path, "replace", lambda self, to: (real(self, to), work(Path(to)))[0])
+
+
+def test_a_state_exists_once_all_of_it_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensors, rows before it, then the model, then the numbers."""
+    events, fsync = list[str](), os.fsync
+
+    def synced(handle: int) -> None:
+        if os.readlink(f"/proc/self/fd/{handle}").endswith("metrics.jsonl"):
+            events.append("rows")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    on_names(monkeypatch, lambda path: events.append(re.sub(r"\d{3,}", "", path.relative_to(tmp_path).as_posix())))
+    train(recipe(2), tmp_path, options=EVERY)
+    saved = events[events.index("state/step-/shard--of-.safetensors") :]
+    wanted = ["state/step-/shard--of-.safetensors", "rows", "model/model.safetensors", "state/step-.json"]
+    assert [event for event in saved if event in wanted][:4] == wanted
+
+
+def test_a_part_that_rank_0_does_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_names(monkeypatch, lambda path: path.unlink() if path.name.startswith("shard-") else None)
+    with pytest.raises(SaveError, match="--out must be a folder that all ranks share"):
+        train(recipe(2), tmp_path, options=EVERY)
+    assert steps_done(tmp_path / "state") == 0
+    assert not (tmp_path / "model" / "model.safetensors").exists()
 
 
 # Ranks
@@ -202,7 +201,7 @@ def on_rank(folder: Path, read: bool) -> None:
         for into in (tensors, plain):
             empty = {name: torch.zeros_like(value) for name, value in into.items()}
             stored.load(empty)
-            same({k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in empty.items()}, plain)
+            assert_equal({k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in empty.items()}, plain)
     for step in (1, 2):
         files: dict[str, str] = {}
         part = copy_part(tensors, {})

@@ -75,13 +75,13 @@ def test_declared_sizes(folder: Path, at: str, value: Any, says: str) -> None:
 
 def test_a_run_does_not_start_from_a_model_that_declares_too_much(folder: Path) -> None:
     changed(folder, "config.json", model__text__vocab=4_000_000)
-    with pytest.raises(ValueError, match=r"text_tower.tokens is .* instead of \[4000000, 32\]"):
+    with pytest.raises(ValueError, match=r"text_tower.tokens.* \[4000000, 32\]"):
         start.settle(start.defaults("clip", str(folder), "debug"), Tokenizer.load(folder))
 
 
-def test_an_unknown_dtype(folder: Path) -> None:
-    with pytest.raises(ValueError, match="dtype is 'fp16': expected one of fp32"):
-        load(folder, dtype="fp16")
+def test_an_unknown_dtype(base: Path) -> None:
+    with pytest.raises(ValueError, match="dtype is 'fp16'"):
+        load(base, dtype="fp16")
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], object], more: int = 0) -> None:
@@ -193,9 +193,7 @@ def test_trunks_of_strangers(
     (tmp_path / f"{CODE}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\ndef make(*_): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     folder = Path(shutil.copytree(with_trunks, tmp_path / "model"))
-    document = json.loads((folder / "config.json").read_text())
-    document["model"][tower]["trunk"] |= change
-    (folder / "config.json").write_text(json.dumps(document))
+    changed(folder, "config.json", **{f"model__{tower}__trunk__{name}": value for name, value in change.items()})
     with pytest.raises(ValueError, match=r"\w") if change else nullcontext():
         load_model(folder)
     assert not (tmp_path / "ran").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 import kiloword
+from commands import refused
 from folders import changed, model_folder
 from kiloword.api import load
 from kiloword.cli.main import main
@@ -19,7 +21,6 @@ from kiloword.generation.captioners import open_captioner
 from kiloword.models.model_folder import load_model
 from kiloword.models.trust import Trust
 from kiloword.stores.teachers import open_teacher
-from photo_folders import refused
 from tars import photo
 
 OWN = """
@@ -36,7 +37,6 @@ def other():
 def stop():
     raise SystemExit(9)
 """
-PACKAGE = Path(kiloword.__file__).parent
 SCORE = ("--images", "a.png", "--texts", "a dog")
 SCENES = ("--data", "scenes?n=24")
 
@@ -80,9 +80,7 @@ VERBS = [
 @pytest.mark.parametrize("words", VERBS, ids=lambda words: f"{words[0]}-{words[2]}")
 def test_no_verb_imports_what_a_model_names(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, *words)
-    assert "asks was trained by the method 'own:preset', which is code" in said
-    assert "--method MODULE:PRESET" in said
-    assert "--trust-code" in said
+    assert all(word in said for word in ("asks", "own:preset", "--method", "--trust-code"))
     assert not ran()
 
 
@@ -115,31 +113,25 @@ def test_code_runs_when_the_user_says_so(word: tuple[str, ...], capsys: pytest.C
     assert "no text decoder" in refused(capsys, *words)  # it was loaded
 
 
-def test_an_average_runs_no_code() -> None:
-    main(["average", "asks", "asks", "--out", "mean"])
-    assert not ran()
-
-
 def test_a_model_of_code_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     """Its scores need the head alone: with a built-in method, settings of the loss are left out, and named."""
     changed(Path("plain"), "config.json", method="gone:preset", settings={"gamma": 2.0, "bias": -10.0})
-    message = refused(capsys, "score", "plain", *SCORE, "--method", "gone:preset")
-    assert "No module named 'gone'" in message
-    assert "--method" in message
+    assert "'gone'" in refused(capsys, "score", "plain", *SCORE, "--method", "gone:preset")
     main(["score", "plain", *SCORE, "--method", "siglip"])
-    assert "siglip has no setting gamma" in capsys.readouterr().err
+    assert "gamma" in capsys.readouterr().err
 
 
 def test_naming_one_method_does_not_trust_another(capsys: pytest.CaptureFixture[str]) -> None:
     """The user's method is used in place of the model's, and a line says so; what the model names stays unimported."""
     main(["score", "asks", *SCORE, "--method", "siglip"])
-    assert "asks asks for the method 'own:preset': 'siglip' is used, as --method says" in capsys.readouterr().err
+    assert re.search("own:preset.*'siglip' is used", capsys.readouterr().err)
+    main(["average", "asks", "asks", "--out", "mean"])
     assert not ran()
     with pytest.raises(ValueError, match="is code"):
         load_model("asks", trust=Trust(named="own:other"))
     assert not ran()
     words = ("eval", "spectrum", "plain", "asks", *SCENES, "--method", "siglip")
-    assert "asks: asks was trained by the method 'own:preset', which is code" in refused(capsys, *words)
+    assert "own:preset" in refused(capsys, *words)
     assert not ran()
 
 
@@ -167,7 +159,7 @@ EVIL = (
 
 def test_no_call_of_the_package_runs_what_a_file_holds() -> None:
     """Nothing is unpickled or evaluated, and transformers runs no code of a folder."""
-    for path in PACKAGE.rglob("*.py"):
+    for path in Path(kiloword.__file__).parent.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
             name, where = ast.unparse(call.func), f"{path}:{call.lineno}"

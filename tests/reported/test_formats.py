@@ -8,16 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from PIL import Image, features
+from users import Run, write_table
 
 import kiloword
-from folders import model_folder
 from kiloword.data.images.decode import decode
 from kiloword.data.open import open_source
-from photo_folders import run
 from tars import noise, write_tar
 
 PIXELS = noise(30, 40, 5)
@@ -38,11 +35,6 @@ def wanted(suffix: str) -> np.ndarray:
     return np.asarray(Image.fromarray(PIXELS).convert(MODES.get(suffix, "RGB")).convert("RGB"))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("formats") / "model")
-
-
 def everything(folder: Path) -> list[str]:
     """A captioned image of each format. Returns: the names, of which some have capital letters."""
     folder.mkdir()
@@ -53,15 +45,15 @@ def everything(folder: Path) -> list[str]:
     return names
 
 
-def test_verbs_read_every_format(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbs_read_every_format(tmp_path: Path, model: Path, run: Run) -> None:
     names = everything(tmp_path / "d")
-    code, said = run(capsys, "index", tmp_path / "d", "--model", model, "--out", tmp_path / "lib", "--device", "cpu")
+    code, said = run("index", tmp_path / "d", "--model", model, "--out", tmp_path / "lib", "--device", "cpu")
     assert (code, "lib: 15 photos" in said, "skipped" in said) == (0, True, False)
     words = ["--classes", "dog", "cat", "--json", tmp_path / "c.json"]
-    code, said = run(capsys, "classify", model, "--images", tmp_path / "d", *words)
+    code, said = run("classify", model, "--images", tmp_path / "d", *words)
     shown = [Path(one["image"]).name for one in json.loads((tmp_path / "c.json").read_text())["images"]]
     assert (code, sorted(shown), "skipped" in said) == (0, sorted(names), False)
-    code, said = run(capsys, "data", "check", tmp_path / "d")
+    code, said = run("data", "check", tmp_path / "d")
     assert (code, "15" in said, "skipped" in said) == (0, True, False)
     matcher = kiloword.load(str(model))
     vectors = matcher.encode_image([tmp_path / "d" / name for name in names])["vec"]
@@ -79,12 +71,10 @@ def test_sources_read_every_format(tmp_path: Path, kind: str, suffix: str) -> No
     if kind == "tar":
         src = write_tar(src / "0.tar", {f"\u5317\u4eac.{suffix}": image, "\u5317\u4eac.txt": b"a tower"})
     elif kind == "parquet":
-        src /= "x.parquet"
-        pq.write_table(pa.table({"image": [{"bytes": image, "path": None}], "caption": ["a tower"]}), src)
+        src = write_table(src / "x.parquet", [{"image": {"bytes": image, "path": None}, "caption": "a tower"}])
     elif kind == "csv":
         (src / f"\u0635\u0648\u0631\u0629.{suffix}").write_bytes(image)
-        src /= "x.csv"
-        src.write_text("image,caption\n\u0635\u0648\u0631\u0629,a tower\n", encoding="utf-8")
+        src = write_table(src / "x.csv", [{"image": "\u0635\u0648\u0631\u0629", "caption": "a tower"}])
     else:
         for inner in ("cat", "dog") if kind == "classes" else ("",):
             (src / inner).mkdir(exist_ok=True)
@@ -97,9 +87,7 @@ def test_sources_read_every_format(tmp_path: Path, kind: str, suffix: str) -> No
 
 
 @pytest.mark.parametrize("suffix", ["heic", "HEIF", "avif"])
-def test_what_needs_a_package_is_read_or_named_with_it(
-    tmp_path: Path, model: Path, suffix: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_needs_a_package_is_read_or_named_with_it(tmp_path: Path, model: Path, suffix: str, run: Run) -> None:
     photos = tmp_path / "d"
     photos.mkdir()
     Image.fromarray(PIXELS).save(photos / "a.png")
@@ -112,9 +100,9 @@ def test_what_needs_a_package_is_read_or_named_with_it(
         Image.fromarray(PIXELS).save(photos / f"b.{suffix}", "AVIF" if suffix == "avif" else "HEIF")
     else:
         (photos / f"b.{suffix}").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
-    code, said = run(capsys, "index", photos, "--model", model, "--out", tmp_path / "lib", "--device", "cpu")
+    code, said = run("index", photos, "--model", model, "--out", tmp_path / "lib", "--device", "cpu")
     assert code == 0
-    classified, of_classify = run(capsys, "classify", model, "--images", photos, "--classes", "dog", "cat")
+    classified, of_classify = run("classify", model, "--images", photos, "--classes", "dog", "cat")
     assert classified == 0
     for output in (said, of_classify):
         assert there or (f"b.{suffix}" in output and "pip install" in output)
@@ -131,13 +119,11 @@ def test_what_needs_a_package_is_read_or_named_with_it(
         ("cut.tiff", encoded("tiff")[:700]),
     ],
 )
-def test_damage_in_these_formats_is_counted(
-    tmp_path: Path, model: Path, name: str, content: bytes, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damage_in_these_formats_is_counted(tmp_path: Path, model: Path, name: str, content: bytes, run: Run) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / name).write_bytes(content)
     Image.fromarray(PIXELS).save(tmp_path / "d" / "z.png")
-    code, said = run(capsys, "classify", model, "--images", tmp_path / "d", "--classes", "dog", "cat")
+    code, said = run("classify", model, "--images", tmp_path / "d", "--classes", "dog", "cat")
     assert code == 0
     assert "1 image skipped" in said
     assert name in said.partition("skipped")[2]

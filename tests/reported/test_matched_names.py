@@ -7,13 +7,12 @@ import unicodedata
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from users import Refused, Run, write_table
 
-from folders import model_folder
 from kiloword.cli.main import main
 from kiloword.data.open import open_source
+from sources import records
 from tars import photo
 
 NAMES = {
@@ -31,11 +30,6 @@ NAMES = {
 every_script = pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("names") / "model")
-
-
 def class_folders(root: Path, names: list[str]) -> Path:
     """1, 2, 4, ... images in the folders of these names."""
     for place, name in enumerate(names):
@@ -46,22 +40,20 @@ def class_folders(root: Path, names: list[str]) -> Path:
 
 
 def table(folder: Path, labels: list[str], classnames: list[str] | None = None) -> str:
-    """A parquet file with a row a label; the names of the classes in its metadata, or beside it."""
+    """A parquet file with a row a label, and the names of the classes beside it."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = pa.table({"image": [photo(row) for row in range(len(labels))], "label": labels})
     if classnames is not None:
-        (folder / "classnames.txt").write_text("\n".join(classnames))
-    pq.write_table(rows, folder / "x.parquet")
-    return str(folder / "x.parquet")
-
-
-def labels(source: Any) -> list[int | None]:
-    return [source.record(row).label for row in range(len(source))]
+        lines(folder / "classnames.txt", classnames)
+    return str(write_table(folder / "x.parquet", [{"image": photo(n), "label": x} for n, x in enumerate(labels)]))
 
 
 def lines(path: Path, names: list[str]) -> str:
     path.write_text("\n".join(names), encoding="utf-8")
     return str(path)
+
+
+def labels(source: str) -> list[Any]:
+    return [record.label for record in records(open_source(source))]
 
 
 def metrics(path: Path, *words: str) -> dict[str, float]:
@@ -74,34 +66,28 @@ def metrics(path: Path, *words: str) -> dict[str, float]:
 def test_class_folders_and_classnames_txt(tmp_path: Path, names: list[str]) -> None:
     class_folders(tmp_path / "data", names)
     lines(tmp_path / "data" / "classnames.txt", [*names[1:], names[0]])
-    source: Any = open_source(str(tmp_path / "data"))
-    assert sorted(labels(source)) == [0, 0, 1, 1, 1, 1, 2]  # names[1] twice, names[2] four times, names[0] once
+    assert sorted(labels(str(tmp_path / "data"))) == [0, 0, 1, 1, 1, 1, 2]
 
 
 @pytest.mark.parametrize("script", ["symbols", "hindi", "emoji"])
 def test_labels_of_a_table_and_class_names(tmp_path: Path, script: str) -> None:
     names = [name.upper() for name in NAMES[script]]
     listed = [*NAMES[script][1:], NAMES[script][0], "another"]
-    assert labels(open_source(table(tmp_path, names, listed))) == [2, 0, 1]
+    assert labels(table(tmp_path, names, listed)) == [2, 0, 1]
 
 
 @every_script
-def test_zeroshot_with_the_names_in_another_order(tmp_path: Path, model: Path, names: list[str]) -> None:
+def test_zeroshot_by_names(tmp_path: Path, model: Path, names: list[str]) -> None:
+    """In another order; and by two of three."""
     data = str(class_folders(tmp_path / "data", names))
     call = ["zeroshot", str(model), "--data", data, "--templates", "{c}"]
     own = metrics(tmp_path / "own.json", *call)
     moved = metrics(tmp_path / "moved.json", *call, "--classnames", lines(tmp_path / "n", [*names[1:], names[0]]))
     assert own["acc1"] == moved["acc1"]
     assert own["mean_per_class_recall"] == moved["mean_per_class_recall"]
-
-
-@every_script
-def test_zeroshot_with_some_of_the_names(tmp_path: Path, model: Path, names: list[str]) -> None:
-    data = str(class_folders(tmp_path / "data", names))
     for left_out in range(3):
-        call = ["zeroshot", str(model), "--data", data, "--classnames"]
         some = lines(tmp_path / "names.txt", [name for name in names if name != names[left_out]])
-        assert metrics(tmp_path / "a.json", *call, some)["skipped"] == 2**left_out
+        assert metrics(tmp_path / "a.json", *call, "--classnames", some)["skipped"] == 2**left_out
 
 
 def test_a_probe_with_some_of_the_names(tmp_path: Path, model: Path) -> None:
@@ -125,10 +111,10 @@ def test_a_probe_with_some_of_the_names(tmp_path: Path, model: Path) -> None:
 )
 def test_names_that_match_in_another_form(tmp_path: Path, folder: str, name: str) -> None:
     class_folders(tmp_path / "data", ["zebra", folder])
-    lines(tmp_path / "data" / "classnames.txt", ["aardvark", name, "zebra"])
-    assert sorted(labels(open_source(str(tmp_path / "data")))) == [1, 1, 2]  # type: ignore[type-var]
-    listed = table(tmp_path / "table", ["zebra", folder], ["aardvark", name, "zebra"])
-    assert labels(open_source(listed)) == [2, 1]
+    names = ["aardvark", name, "zebra"]
+    lines(tmp_path / "data" / "classnames.txt", names)
+    assert sorted(labels(str(tmp_path / "data"))) == [1, 1, 2]
+    assert labels(table(tmp_path / "table", ["zebra", folder], names)) == [2, 1]
 
 
 @pytest.mark.parametrize(
@@ -141,17 +127,15 @@ def test_names_that_match_in_another_form(tmp_path: Path, folder: str, name: str
 )
 @pytest.mark.parametrize("form", ["folders", "table"])
 def test_a_match_that_would_be_a_guess_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], folders: list[str], classnames: list[str], form: str
+    tmp_path: Path, refused: Refused, folders: list[str], classnames: list[str], form: str
 ) -> None:
+    data: object = tmp_path / "data"
     if form == "folders":
-        data = str(class_folders(tmp_path / "data", folders))
+        class_folders(tmp_path / "data", folders)
         lines(tmp_path / "data" / "classnames.txt", classnames)
     else:
         data = table(tmp_path / "data", folders, classnames)
-    with pytest.raises(SystemExit) as error:
-        main(["data", "check", data])
-    assert error.value.code == 2
-    said = capsys.readouterr().err
+    said = refused("data", "check", data)
     assert sum(name in said for name in {*folders, *classnames}) >= 3
 
 
@@ -184,11 +168,7 @@ def test_folders_of_which_some_are_named_otherwise_are_not_taken_in_order(
         ("Straße", "STRASSE"),
     ],
 )
-def test_a_search_within_a_folder(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], folder: str, typed: str
-) -> None:
+def test_a_search_within_a_folder(tmp_path: Path, model: Path, run: Run, folder: str, typed: str) -> None:
     class_folders(tmp_path / "album", [folder, "Other"])
-    main(["index", str(tmp_path / "album"), "--model", str(model), "--out", str(tmp_path / "lib")])
-    main(["search", str(tmp_path / "lib"), "x", "--within", typed])
-    said = capsys.readouterr()
-    assert "1 of 3 photos" in said.out + said.err
+    run("index", tmp_path / "album", "--model", model, "--out", tmp_path / "lib")
+    assert "1 of 3 photos" in run("search", tmp_path / "lib", "x", "--within", typed)[1]

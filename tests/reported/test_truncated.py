@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from users import Run
 
 import kiloword
-from folders import model_folder
-from kiloword.cli.main import main
 from kiloword.evaluation import evaluate
 from tars import encode, noise, write_tar
 
@@ -25,20 +24,15 @@ every_script = pytest.mark.parametrize("texts", TEXTS.values(), ids=TEXTS)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("truncated") / "model")
+def matcher(model: Path) -> Any:
+    return kiloword.load(str(model))
 
 
-@pytest.fixture(scope="module")
-def matcher(folder: Path) -> Any:
-    return kiloword.load(str(folder))
-
-
-def photos(path: Path, captions: list[str]) -> Path:
+def photos(path: Path, captions: list[str]) -> str:
     members = {}
     for row, caption in enumerate(captions):
         members |= {f"{row}.png": encode(noise(32, 32, row)), f"{row}.txt": caption.encode(), f"{row}.cls": b"0"}
-    return write_tar(path, members)
+    return str(write_tar(path, members))
 
 
 def said(caplog: pytest.LogCaptureFixture) -> str:
@@ -52,14 +46,13 @@ def said(caplog: pytest.LogCaptureFixture) -> str:
 @every_script
 def test_python_names_them_once_a_call(matcher: Any, caplog: pytest.LogCaptureFixture, texts: list[str]) -> None:
     image = Image.new("RGB", (32, 32))
-    calls = {
-        "encode_text": lambda: matcher.encode_text([*texts, "a dog"], batch=1),
-        "score": lambda: matcher.score(image, ["a dog", *texts]),
-        "class_features": lambda: matcher.class_features([*texts, "dog"], ["{c}"]),
-        "classify": lambda: matcher.classify(image, [*texts, "dog"], ["{c}"]),
-        "show": lambda: matcher.show(image, texts),
-    }
-    for call in calls.values():
+    for call in (
+        lambda: matcher.encode_text([*texts, "a dog"], batch=1),
+        lambda: matcher.score(image, ["a dog", *texts]),
+        lambda: matcher.class_features([*texts, "dog"], ["{c}"]),
+        lambda: matcher.classify(image, [*texts, "dog"], ["{c}"]),
+        lambda: matcher.show(image, texts),
+    ):
         call()
         line = said(caplog)
         assert line.startswith("2 texts")
@@ -85,50 +78,42 @@ def test_the_first_of_many_are_named_with_the_number_of_the_others(
 
 
 @every_script
-@pytest.mark.parametrize("verb", ["classify", "score", "search"])
-def test_verbs_with_texts(
-    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture, verb: str, texts: list[str]
+@pytest.mark.parametrize("verb", ["classify", "score", "search", "retrieval", "zeroshot", "embed", "audit"])
+def test_verbs(
+    tmp_path: Path, model: Path, run: Run, caplog: pytest.LogCaptureFixture, verb: str, texts: list[str]
 ) -> None:
-    (tmp_path / "album").mkdir()
-    (tmp_path / "album" / "a.png").write_bytes(encode(noise(32, 32)))
+    data = photos(tmp_path / "a.tar", [*texts, texts[0], *(f"photo {n}" for n in range(12))])
+    album, out, names = tmp_path / "album", ["--out", tmp_path / "out"], tmp_path / "classnames.txt"
+    album.mkdir()
+    (album / "a.png").write_bytes(encode(noise(32, 32)))
+    if verb == "zeroshot":
+        names.write_text("\n".join(texts), encoding="utf-8")
     if verb == "search":
-        main(["index", str(tmp_path / "album"), "--model", str(folder), "--out", str(tmp_path / "library")])
-        main(["search", str(tmp_path / "library"), texts[0]])
-    else:
-        names = {"classify": "--classes", "score": "--texts"}[verb]
-        main([verb, str(folder), "--images", str(tmp_path / "album"), names, *texts, "dog"])
+        run("index", album, "--model", model, "--out", tmp_path / "library")
+    words: dict[str, list[object]] = {
+        "classify": ["classify", model, "--images", album, "--classes", *texts, "dog"],
+        "score": ["score", model, "--images", album, "--texts", *texts, "dog"],
+        "search": ["search", tmp_path / "library", texts[0]],
+        "retrieval": ["eval", "retrieval", model, "--data", data, "--batch", 2],
+        "zeroshot": ["eval", "zeroshot", model, "--data", data, "--batch", 2, "--templates", "{c}"],
+        "embed": ["embed", model, "--data", data, "--batch", 2, *out],
+        "audit": ["audit", data, "--model", model, "--batch", 2, *out],
+    }
+    assert run(*words[verb])[0] == 0
     line = said(caplog)
     assert line.startswith("1 text " if verb == "search" else "2 texts ")
     assert texts[0][:15] in line
 
 
-@every_script
-@pytest.mark.parametrize("verb", ["retrieval", "zeroshot", "embed", "audit"])
-def test_verbs_with_captions(
-    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture, verb: str, texts: list[str]
-) -> None:
-    data = str(photos(tmp_path / "a.tar", [*texts, texts[0], *(f"photo {n}" for n in range(12))]))
-    if verb == "retrieval":
-        main(["eval", "retrieval", str(folder), "--data", data, "--batch", "2"])
-    elif verb == "zeroshot":
-        (tmp_path / "classnames.txt").write_text("\n".join(texts), encoding="utf-8")
-        main(["eval", "zeroshot", str(folder), "--data", data, "--batch", "2", "--templates", "{c}"])
-    elif verb == "embed":
-        main(["embed", str(folder), "--data", data, "--batch", "2", "--out", str(tmp_path / "features")])
-    else:
-        main(["audit", data, "--model", str(folder), "--batch", "2", "--out", str(tmp_path / "audit")])
-    line = said(caplog)
-    assert line.startswith("2 texts ")
-    assert texts[0][:15] in line
-
-
 def test_evaluate_in_python(matcher: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    evaluate(matcher, "retrieval", str(photos(tmp_path / "a.tar", [*TEXTS["english"], "a dog"])), batch=1)
+    evaluate(matcher, "retrieval", photos(tmp_path / "a.tar", [*TEXTS["english"], "a dog"]), batch=1)
     assert said(caplog).startswith("2 texts ")
 
 
-def test_score_with_figures_names_them_once(tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_score_with_figures_names_them_once(
+    tmp_path: Path, model: Path, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "a.png").write_bytes(encode(noise(32, 32)))
-    call = ["score", str(folder), "--images", str(tmp_path / "a.png"), "--texts", *TEXTS["english"]]
-    main([*call, "--explain", str(tmp_path / "maps")])
+    words = ["--images", tmp_path / "a.png", "--texts", *TEXTS["english"], "--explain", tmp_path / "maps"]
+    assert run("score", model, *words)[0] == 0
     assert said(caplog).startswith("2 texts ")

@@ -33,21 +33,31 @@ def test_noisy_prompts_are_right_and_wrong_as_their_kind_says(task: str) -> None
 
 
 def test_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for method in ("prolip", "siglip"):
-        model_folder(tmp_path / method / "model", method)
-    numbers = tmp_path / "numbers.json"
-    words = ["--tasks", "fill", "--n", "40", "--draws", "2"]
-    experiment.main(["--model", str(tmp_path / "prolip" / "model"), *words, "--json", str(numbers)])
+    model, numbers = model_folder(tmp_path / "prolip" / "model", "prolip"), tmp_path / "numbers.json"
+    words = ["--tasks", "fill", "--n", "40", "--draws", "2", "--json", str(numbers)]
+    experiment.main(["--model", str(model), *words])
     output = capsys.readouterr().out
     draws = json.loads(numbers.read_text())["prolip"]["fill"]
     mean = sum(found["bprw, K = 5"]["acc1"] for found in draws) / 2
     assert f"| bprw, K = 5 | {mean:.3f} |" in output
     assert draws[0]["uniform"]["right"] == pytest.approx(0.1)
-    for more, sentence in (
-        (["--model", str(tmp_path / "siglip" / "model"), *words], "which this model does not have"),
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--model", "siglip"], "which this model does not have"),
         (["--model", "none", "--tasks", "size"], "--tasks got size"),
         (["--model", "none", "--draws", "0"], "--draws is 0"),
-    ):
-        with pytest.raises(SystemExit):
-            experiment.main(more)
-        assert sentence in capsys.readouterr().err
+        (["--model"], "--model got nothing"),
+    ],
+)
+def test_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], named: str
+) -> None:
+    model_folder(tmp_path / "siglip" / "model")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        experiment.main(["--tasks", "fill", "--n", "40", *words] if words == ["--model", "siglip"] else words)
+    assert ended.value.code == 2
+    assert named in capsys.readouterr().err

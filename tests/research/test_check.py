@@ -12,97 +12,76 @@ from pathlib import Path
 import pytest
 
 from kiloword.config.recipes import Recipe
-from research import arms_queue, arms_run
+from research import arms_queue
 from research import arms_rows as rows
 from research.arms import Arm, Experiment, Options
 
-ENDS = {"same": 0, "other": 3, "gone": 2, "broken": 1, "killed": -9}
+ENDS = {"same": 0, "other": rows.OTHER_LOSSES, "gone": 2, "broken": 1, "killed": -9}
+STUB = f"""
+import os, sys, time
+name = sys.argv[sys.argv.index("--only") + 1].partition(":")[0]
+if name == "waits":
+    open("child", "w").write(str(os.getpid()))
+    time.sleep(100)
+code = {ENDS}[name]
+os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)
+"""
 EXPERIMENT = Experiment(
-    module="stub",
+    module="checked_stub",
     title="A stub",
-    arms=lambda _: [Arm(name=name, recipe=Recipe(method="siglip"), judge=lambda matcher: {}) for name in ENDS],
+    arms=lambda _: [Arm(name=name, recipe=Recipe(method="siglip"), judge=lambda _: {}) for name in (*ENDS, "waits")],
     columns={},
 )
 
 
-def checked(out: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Arms of these names have rows, and their checks end as ENDS says."""
+@pytest.fixture
+def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the rows and of the shell; checks are processes of STUB, which end as ENDS says."""
+    (tmp_path / "checked_stub.py").write_text(STUB)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(__file__).parent), *sys.path]))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
-    def process(words: list[str], output: object = None) -> subprocess.Popen[bytes]:
-        code = ENDS[words[words.index("--only") + 1].partition(":")[0]]
-        end = f"import os; os.kill(os.getpid(), {-code})" if code < 0 else f"raise SystemExit({code})"
-        return subprocess.Popen([sys.executable, "-c", end])
 
-    monkeypatch.setattr(arms_queue, "_process", process)
+def write_rows(out: Path, *names: str) -> None:
     for name in names:
         recipe = rows.recipe_hash(Recipe(method="siglip"))
         rows.append(out, {"arm": name, "seed": 0, "recipe": recipe, "commit": "0123456", "dirty": False})
+
+
+@pytest.mark.parametrize(
+    ("names", "said", "unsaid"),
+    [
+        (ENDS, ["rows of other are of code that computed other losses", "gone, broken, killed"], "same"),
+        (["same", "broken"], ["broken"], "other losses"),
+        ([], ["no row"], "other losses"),
+    ],
+)
+def test_other_losses_are_told_from_failures(out: Path, names: list[str], said: list[str], unsaid: str) -> None:
+    write_rows(out, *names)
+    with pytest.raises(ValueError) as error:
+        arms_queue.check_all(EXPERIMENT, Options(out=out))
+    assert all(words in str(error.value) for words in said)
+    assert unsaid not in str(error.value)
+
+
+def test_equal_losses_pass(out: Path) -> None:
+    write_rows(out, "same")
     arms_queue.check_all(EXPERIMENT, Options(out=out))
 
 
-def test_other_losses_are_told_from_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ENDS["other"] == rows.OTHER_LOSSES
-    with pytest.raises(ValueError) as error:
-        checked(tmp_path, monkeypatch, *ENDS)
-    assert "rows of other are of code that computed other losses: run them again." in str(error.value)
-    assert "gone, broken, killed could not be checked" in str(error.value)
-
-
-def test_a_failure_alone_says_nothing_of_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError) as error:
-        checked(tmp_path, monkeypatch, "same", "broken")
-    assert "other losses" not in str(error.value)
-
-
-def test_equal_losses_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked(tmp_path, monkeypatch, "same")
-
-
-def test_without_rows_nothing_can_be_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="no row"):
-        checked(tmp_path, monkeypatch)
-
-
-def test_a_check_ends_with_the_script_that_started_it(tmp_path: Path) -> None:
-    row = {"arm": "same", "seed": 0, "recipe": rows.recipe_hash(Recipe(method="siglip"))}
-    rows.append(tmp_path, row | {"commit": "0123456", "dirty": False})
-    script = f"""
-import subprocess, sys
-from pathlib import Path
-from research import arms_queue
-from research.arms import main
-from test_check import EXPERIMENT
-
-def process(words, output=None):
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
-    Path({str(tmp_path / "child")!r}).write_text(str(child.pid))
-    return child
-
-arms_queue._process = process
-main(EXPERIMENT, ["--out", {str(tmp_path)!r}, "--check"])
-"""
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    started = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": paths})
-    while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
+def test_a_check_ends_with_the_script_that_started_it(out: Path) -> None:
+    write_rows(out, "waits")
+    script = "from test_check import *; from research.arms import main; main(EXPERIMENT, ['--out', '.', '--check'])"
+    started = subprocess.Popen([sys.executable, "-c", script])
+    while not (out / "child").exists() or not (out / "child").read_text():
         assert started.poll() is None
         time.sleep(0.05)
     started.send_signal(signal.SIGTERM)
-    code, child = started.wait(timeout=30), int((tmp_path / "child").read_text())
+    code, child = started.wait(timeout=30), int((out / "child").read_text())
     try:
         os.kill(child, signal.SIGKILL)
     except ProcessLookupError:
         assert code == 130
     else:
         pytest.fail("the check goes on")
-
-
-def test_a_check_that_has_begun_nothing_ends_at_sigterm(tmp_path: Path) -> None:
-    """Its own signal comes when all losses are there; another one is of somebody who wants it to end."""
-
-    def interrupted() -> None:
-        with arms_run._stop_after(tmp_path, 3):
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(1)
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from class_data import write_photos
 from kiloword.data.open import open_source
 from kiloword.data.tree import ClassTree, TreeSource
 from kiloword.losses.pairs import Blocks
@@ -17,7 +18,6 @@ from kiloword.methods.registry import preset
 from kiloword.model.heads import Head, Pooling, Scale, unit
 from kiloword.model.model import initialise
 from research.mined import IGNORED, Oracle
-from trees import write_photos
 
 
 @pytest.fixture

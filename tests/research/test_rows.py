@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from kiloword.config.recipes import Recipe
 from kiloword.training.signals import Stopped
 from research import arms_rows as rows
 from research import arms_run
-from research.arms import TUNING, Arm, Experiment, Options
+from research.arms import TUNING, Arm, Experiment
 from research.arms_table import table
 from research.classes import ClassOptions
 from research.evidence import Claim, Runs
@@ -73,10 +73,10 @@ class Run:
         self.options, self.folder, self.clock = options(out), rows.folder_of(out, ARM, 0), 1000.0
         self.monkeypatch = monkeypatch
         monkeypatch.setattr(arms_run, "load", lambda *_, **__: None)
-        monkeypatch.setattr(arms_run.time, "process_time", lambda: self.clock)
+        monkeypatch.setattr(time, "process_time", lambda: self.clock)
 
     def call(self, commit: str, until: int, seconds: float, dirty: bool = False) -> None:
-        def start(arm: Arm, recipe: Recipe, folder: Path, options: Options) -> None:
+        def train(recipe: Recipe, folder: Path, **options: Any) -> None:
             (folder / "metrics.jsonl").touch()
             self.clock += seconds
             if until:
@@ -85,7 +85,7 @@ class Run:
             if until < STEPS:
                 raise Stopped("stopped", 143)
 
-        self.monkeypatch.setattr(arms_run, "_start", start)
+        self.monkeypatch.setattr(arms_run.loop, "train", train)
         self.monkeypatch.setattr(rows, "commit", lambda: (commit, dirty))
         arms_run.run_one(EXPERIMENT, self.options, ARM, 0)
 
@@ -118,16 +118,17 @@ def test_a_row_of_one_call_names_its_commit_once(training: Run) -> None:
     assert "judged_at" not in training.row
 
 
-def test_a_folder_of_before_lacks_the_commit_that_began_it(training: Run) -> None:
-    (training.folder / "state").mkdir(parents=True)
-    (training.folder / "state" / "step-000000500.json").touch()
+@pytest.mark.parametrize(
+    ("file", "content", "cpu_s"),
+    [("state/step-000000500.json", "", 3.0), ("spent.json", '{"train_s": 1.0, "cpu_s": 2.0}', 2.0)],
+)
+def test_a_folder_of_before_lacks_the_commit_that_began_it(
+    training: Run, file: str, content: str, cpu_s: float
+) -> None:
+    """One that trains, and one whose model is trained."""
+    path = training.folder / file
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
     training.call("second", STEPS, 3.0)
-    assert (training.row["commit"], training.row["cpu_s"]) == ("second", 3.0)
+    assert (training.row["commit"], training.row["cpu_s"]) == ("second", cpu_s)
     assert "judged_at" not in training.row
-
-
-def test_a_trained_model_of_before_is_judged(training: Run) -> None:
-    training.folder.mkdir(parents=True)
-    (training.folder / "spent.json").write_text(json.dumps({"train_s": 1.0, "cpu_s": 2.0}))
-    training.call("second", STEPS, 3.0)
-    assert (training.row["commit"], training.row["cpu_s"]) == ("second", 2.0)

@@ -64,9 +64,13 @@ def test_the_summary_says_where_the_gain_is_and_what_it_costs() -> None:
 
 
 def test_a_cell_runs_its_own_seed_and_that_of_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cell, started = named(ONE, (1, 1, 1)), list[str]()
-    monkeypatch.setattr(arms_queue, "_run", lambda todo, *_: started.extend(name for name, _ in todo))
+    """The interpreter is a script that writes down what it is told."""
+    cell, python = named(ONE, (1, 1, 1)), tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >> {tmp_path}/told\n')
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
     for seeds in ((0, 1, 2), (100,)):
         options = ScaleOptions(out=tmp_path, data="photos", val="photos", arms=(cell,), seeds=seeds)
         arms_queue.run_all(EXPERIMENT, options)
-    assert started == [f"{cell}:0", f"{cell}:100"]
+    told = (tmp_path / "told").read_text().splitlines()
+    assert [told[n + 1] for n, word in enumerate(told) if word == "--only"] == [f"{cell}:0", f"{cell}:100"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from folders import model_folder
 from kiloword.api import Matcher
 from kiloword.config.recipes import sizes
 from kiloword.data.open import open_source
@@ -71,3 +72,10 @@ def test_photos_without_captions_and_no_models_are_refused(tmp_path: Path, capsy
         main((), data="scenes?n=2")
     assert ended.value.code == 2
     assert "no model: expected folders of models" in capsys.readouterr().err
+
+
+def test_the_script_prints_each_model_and_their_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = tuple(model_folder(tmp_path / name / "model") for name in ("a", "b"))
+    main(folders, data="scenes?n=4")
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.partition(": R@1")[0] for line in printed] == [*map(str, folders), "together"]

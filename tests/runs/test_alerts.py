@@ -106,7 +106,3 @@ def test_speed_is_judged_anew_after_a_restart_and_not_by_seconds() -> None:
     assert [a.name for a in alerts(rows(**slow))] == ["slower"]
     assert alerts(rows(**slow, restarts=lambda n: int(n >= 200))) == []
     assert alerts(rows(**slow, time=lambda n: n * SECONDS / RECENT)) == []
-
-
-def test_rows_of_another_version_raise_nothing() -> None:
-    assert alerts([{"step": n, "loss": 1.0, "pairs_per_s": 10.0, "text": "x"} for n in range(50)]) == []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from commands import refused
 from kiloword.cli.main import main
 from kiloword.runs.compare import mean_curve
 from kiloword.runs.run import Run
@@ -105,7 +106,4 @@ def test_refusals(
     monkeypatch.chdir(runs.parent)
     if "empty" in words:
         write(Path("empty"), [])
-    with pytest.raises(SystemExit) as end:
-        main(words.split())
-    assert end.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in refused(capsys, *words.split())

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kiloword.cli.main import main
+from commands import refused
 from kiloword.methods.defaults import default_recipe
 from kiloword.runs.trackers import Kind, opened
 from kiloword.training.log import Log
@@ -141,9 +141,8 @@ class Mlflow(ModuleType):
         self.kept: dict[str, list[tuple[int, float]]] = {}
         self.params: dict[str, str] = {}
         self.status: list[str] = []
-        self.set_experiment = self.log_params = lambda values: (
-            self.params.update(values) if isinstance(values, dict) else None
-        )
+        self.experiments: list[str] = []
+        self.set_experiment, self.log_params = self.experiments.append, self.params.update
         self.end_run = self.status.append
 
     def start_run(self, run_id: str | None, run_name: str) -> SimpleNamespace:
@@ -171,6 +170,7 @@ def test_mlflow_gets_each_metric_of_a_step_once(tmp_path: Path, monkeypatch: pyt
     assert mlflow.kept["val/accuracy"] == [(2, 0.2), (4, 0.4), (6, 0.6)]
     assert mlflow.kept["val/text_recall_at_1"] == [(4, 0.5)]
     assert (mlflow.params["method"], mlflow.status) == ("siglip", ["FINISHED", "FINISHED"])
+    assert mlflow.experiments == ["kiloword"]
     assert json.loads((out / "tracking.json").read_text()) == {"mlflow": "r", "folder": str(out)}
 
 
@@ -178,11 +178,8 @@ def test_mlflow_gets_each_metric_of_a_step_once(tmp_path: Path, monkeypatch: pyt
 def test_a_library_that_is_missing(
     kind: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("kiloword.runs.trackers.find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as end:
-        main(["train", "siglip", "--out", str(tmp_path / "new"), "--log-to", kind])
-    assert end.value.code == 2
-    assert f"--log-to {kind} needs {kind}: pip install 'kiloword[{extra}]'" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, kind, None)
+    assert f"kiloword[{extra}]" in refused(capsys, "train", "siglip", "--out", tmp_path / "new", "--log-to", kind)
 
 
 @pytest.mark.slow

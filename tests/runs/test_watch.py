@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import pytest
 
 from kiloword.cli.main import main
 from kiloword.files import LOCK, Lock
-from kiloword.runs.rows import HISTORY, began, objects
 from kiloword.runs.run import Run, find
 from runs import row, write
 
@@ -25,7 +23,6 @@ def test_curves_hold_the_numbers_of_whole_rows(tmp_path: Path) -> None:
     run = Run(out)
     assert (run.step, run.curves["loss"]) == (5, ([1, 2, 4], [10, 5, 7]))
     assert run.speed == pytest.approx(3 / (2 / 100 + 1 / 25))
-    assert Run(tmp_path / "none").step == 0
 
 
 def test_states_of_a_run(tmp_path: Path) -> None:
@@ -96,8 +93,8 @@ def test_names_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("x/b", "x/a", "y/a"):
         write(Path(name), [row(1)])
-    assert list(find([Path("x")]).values()) == ["a", "b"]
-    assert list(find([Path("x"), Path("y/a")]).values()) == ["x/a", "x/b", "y/a"]
+    assert [run.name for run in find([Path("x")])] == ["a", "b"]
+    assert [run.name for run in find([Path("x"), Path("y/a")])] == ["x/a", "x/b", "y/a"]
 
 
 def test_a_pipe_gets_plain_text_and_the_verb_needs_no_torch(tmp_path: Path) -> None:
@@ -108,10 +105,3 @@ def test_a_pipe_gets_plain_text_and_the_verb_needs_no_torch(tmp_path: Path) -> N
     done = subprocess.run(command, capture_output=True, env=environment, check=True, timeout=120)
     assert b"\x1b" not in done.stdout
     assert b"step 19/100" in done.stdout
-
-
-def test_history_has_a_line_each_process(tmp_path: Path) -> None:
-    began(tmp_path, step=0, images=3)
-    began(tmp_path, step=7, images=3)
-    assert [(line["step"], line["images"]) for line in objects(tmp_path / HISTORY)] == [(0, 3), (7, 3)]
-    assert json.loads((tmp_path / HISTORY).read_text().splitlines()[0])["version"]

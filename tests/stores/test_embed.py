@@ -16,23 +16,26 @@ from PIL import Image
 from torch import Tensor
 
 from cases import mostly_slow
+from commands import refused
 from folders import model_folder
 from kiloword.api import load
 from kiloword.cli.main import main
+from kiloword.data.map_style import MapStyleSource
 from kiloword.data.open import open_source
 from kiloword.evaluation import evaluate
 from kiloword.model.trunks.libraries import torchvision_ready
 from kiloword.stores.embed import embed
 from kiloword.stores.features import FeatureStore
 from kiloword.stores.teachers import open_teacher
-from photo_folders import refused
+from sources import records
+from tars import noise
 
 SCENES, SHORT = "scenes?n=48&captions=3", "scenes?n=24&captions=2"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("models") / "model")
+    return model_folder(tmp_path_factory.mktemp("models") / "model", "siglip+matryoshka")
 
 
 def run(*words: object) -> None:
@@ -46,18 +49,13 @@ def close(found: Any, expected: Tensor) -> bool:
 
 def test_our_own_model(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("embed", model, "--data", SCENES, "--out", tmp_path / "t", "--batch", 7, "--workers", 2)
-    output = capsys.readouterr()
-    assert "t: 48 images, 144 captions, 16 dimensions, " in output.out
-    assert "images 100%" in output.err
-    table, matcher = FeatureStore(tmp_path / "t"), load(model)
-    source = open_source(SCENES, size=32)
-    records = [source.record(row) for row in range(48)]
-    images = [Image.fromarray(np.asarray(record.image)) for record in records]
+    assert "t: 48 images, 144 captions, 16 dimensions, " in capsys.readouterr().out
+    table, matcher, found = FeatureStore(tmp_path / "t"), load(model), records(open_source(SCENES, size=32))
+    texts = [caption for record in found for caption in record.captions]
+    assert (table.captions, table.file.model) == (texts, str(model))
+    images = [Image.fromarray(np.asarray(record.image)) for record in found]
     assert close(table.images(), matcher.encode_image(images)["vec"])
-    texts = [caption for record in records for caption in record.captions]
-    assert table.captions == texts
     assert close(table.texts(), matcher.encode_text(texts)["vec"])
-    assert table.file.model == str(model)
 
 
 VIT = {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 16}
@@ -81,20 +79,15 @@ def open_clip(open_clip: ModuleType, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.mark.parametrize("name", mostly_slow(list(VISION), -1))
 def test_open_clip(open_clip: ModuleType, name: str, tmp_path: Path) -> None:
-    """Our towers with its weights, or open_clip itself, against open_clip's own preprocessing and encoders."""
+    """Against open_clip's own preprocessing and encoders."""
     torch.manual_seed(0)
     theirs, _, preprocess = open_clip.create_model_and_transforms(name)
     theirs.eval()
     torch.save(theirs.state_dict(), tmp_path / "w.pt")
     teacher = open_teacher(f"open_clip:{name}:{tmp_path / 'w.pt'}", "cpu")
-    rng = np.random.default_rng(0)
-    path = tmp_path / "data"
-    path.mkdir()
-    images = [Image.fromarray(rng.integers(0, 256, (70 + 9 * n, 90, 3), np.uint8)) for n in range(3)]
-    for n, image in enumerate(images):
-        image.save(path / f"{n}.png")
-        (path / f"{n}.txt").write_text(f"A photo, number {n}\na dog's life &amp; {n} cats")
-    table = embed(teacher, open_source(str(path)), tmp_path / "t", dtype="fp32")
+    images = [Image.fromarray(noise(70 + 9 * n, 90, n)) for n in range(3)]
+    source = MapStyleSource([(x, [f"A photo, number {n}", f"a dog's &amp; {n} cats"]) for n, x in enumerate(images)])
+    table = embed(teacher, source, tmp_path / "t", dtype="fp32")
     with torch.no_grad():
         expected = F.normalize(theirs.encode_image(torch.stack([preprocess(image) for image in images])), dim=-1)
         texts = F.normalize(theirs.encode_text(open_clip.get_tokenizer(name)(table.captions)), dim=-1)
@@ -102,17 +95,11 @@ def test_open_clip(open_clip: ModuleType, name: str, tmp_path: Path) -> None:
     assert torch.allclose(torch.from_numpy(np.array(table.texts())), texts, atol=1e-5)
 
 
-def test_features_of_images_resized_otherwise_are_others(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A teacher's features never mix with those of its images resized to more than the crop (FFF's teacher)."""
+def test_features_of_images_resized_otherwise_are_others(model: Path, tmp_path: Path) -> None:
     words = ("embed", model, "--data", "scenes?n=6", "--out")
     run(*words, tmp_path / "plain")
     run(*words, tmp_path / "wide", "--resize", 40)
-    features = [(tmp_path / name / "images.npy").read_bytes() for name in ("plain", "wide")]
-    assert features[0] != features[1]
-    for name, resize, word in (("plain", 40, "resize 40"), ("small", 30, "resize 30 is smaller")):
-        assert word in refused(capsys, *words, tmp_path / name, "--resize", resize)
+    assert len({(tmp_path / name / "images.npy").read_bytes() for name in ("plain", "wide")}) == 2
     run(*words, tmp_path / "plain", "--resize", "shortest")  # as the model has it
 
 
@@ -120,76 +107,69 @@ def test_features_of_images_resized_otherwise_are_others(
 
 
 @pytest.fixture(scope="module")
-def prefixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("models") / "model", "siglip+matryoshka")
-
-
-@pytest.fixture(scope="module")
-def stores(prefixed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+def stores(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     found = {dim: tmp_path_factory.mktemp("stores") / str(dim) for dim in (16, 8)}
     for dim, out in found.items():
-        run("embed", prefixed, "--data", SHORT, "--dtype", "fp32", "--out", out, "--dim", dim)
+        run("embed", model, "--data", SHORT, "--dtype", "fp32", "--out", out, "--dim", dim)
     return found
 
 
-def test_a_store_has_the_first_numbers_and_remembers_how_many(
-    prefixed: Path, stores: dict[int, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_has_the_first_numbers(stores: dict[int, Path]) -> None:
     whole, part = (FeatureStore(stores[dim]) for dim in (16, 8))
-    assert (whole.dim, part.dim) == (16, 8)
+    assert (whole.file.width, part.file.width) == (16, 8)
     for a, b in ((whole.images(), part.images()), (whole.texts(), part.texts())):
         torch.testing.assert_close(F.normalize(torch.tensor(a)[:, :8], dim=1), torch.tensor(b))
-    same = ("embed", prefixed, "--data", SHORT, "--dtype", "fp32", "--out", stores[8])
-    assert "holds other features" in refused(capsys, *same)
-    assert " dim 8 there, " in refused(capsys, *same, "--dim", 4)
 
 
-def test_an_audit_follows_the_store(
-    prefixed: Path, stores: dict[int, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_audits_and_evaluations_of_the_first_numbers(
+    model: Path, stores: dict[int, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run("audit", SHORT, "--model", prefixed, "--out", tmp_path / "dim", "--dim", 8)
+    run("audit", SHORT, "--model", model, "--out", tmp_path / "dim", "--dim", 8)
     run("audit", SHORT, "--out", tmp_path / "store", "--features", stores[8])
-    dim, store = (
-        [row["score"] for row in pq.read_table(tmp_path / n / "keep.parquet").to_pylist()] for n in ("dim", "store")
-    )
+    dim, store = (pq.read_table(tmp_path / n / "keep.parquet").column("score").to_pylist() for n in ("dim", "store"))
     assert dim == pytest.approx(store, abs=1e-4)
-    both = ("audit", SHORT, "--out", tmp_path / "bad", "--features", stores[16])
-    for words in (("--dim", 8), ("--model", prefixed)):
-        assert words[0] in refused(capsys, *both, *words)
-
-
-def test_an_evaluation_of_the_first_numbers(prefixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "values.json"
-    run("eval", "retrieval", prefixed, "--data", SHORT, "--dim", 5, "--json", out)
+    run("eval", "retrieval", model, "--data", SHORT, "--dim", 5, "--json", out)
     assert "not on its first 5" in capsys.readouterr().err
-    found = json.loads(out.read_text())
-    assert {n: x for n, x in found.items() if isinstance(x, float)} == pytest.approx(
-        dict(evaluate(load(prefixed, dim=5), "retrieval", SHORT))
-    )
+    found = {name: x for name, x in json.loads(out.read_text()).items() if isinstance(x, float)}
+    assert found == pytest.approx(dict(evaluate(load(model, dim=5), "retrieval", SHORT)))
 
 
-def test_the_commands_refuse_with_a_sentence(
-    prefixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_the_commands_refuse(
+    model: Path, stores: dict[int, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    bert, llip = f"hf:{tmp_path / 'bert'}", model_folder(tmp_path / "llip", "llip")
     (tmp_path / "bert").mkdir()
     (tmp_path / "bert" / "config.json").write_text('{"model_type": "bert"}')
     (tmp_path / "bert" / "model.safetensors").touch()
-    llip, data = model_folder(tmp_path / "llip", "llip"), ("--data", SHORT)
-    out = (*data, "--out", tmp_path / "t")
+    out = ("--data", SHORT, "--out", tmp_path / "t")
+    audit = ("audit", SHORT, "--out", tmp_path / "t", "--features", stores[16])
+    there = ("embed", model, "--data", SHORT, "--dtype", "fp32", "--out", stores[8])
     for words, word in (
         (("embed", tmp_path / "none", *out), "expected a model folder"),
         (("embed", "open_clip:ViT-B-32:nowhere.pt", *out), "no file of weights at nowhere.pt"),
-        (("embed", f"hf:{tmp_path / 'bert'}", *out), "no tokenizer.json"),
-        (("embed", prefixed, "--data", "nothing", "--out", tmp_path / "t"), "no such file or folder"),
-        (("embed", prefixed, *out, "--dtype", "int8"), "--tokens"),
+        (("embed", bert, *out), "no tokenizer.json"),
+        (("embed", model, "--data", "nothing", "--out", tmp_path / "t"), "no such file or folder"),
+        (("embed", model, *out, "--resize", 30), "resize 30 is smaller"),
+        (("embed", model, *out, "--dtype", "int8"), "--tokens"),
         (("embed", "minilmm", *out, "--tokens"), "mean minilm"),
         (("embed", "timm:test_vit", *out, "--tokens"), "timm:test_vit:FILE"),
-        (("embed", f"hf:{tmp_path / 'bert'}", *out, "--tokens"), "Of images: "),
-        (("embed", prefixed, *out, "--dim", 0), "0 was asked for: expected 1 to 16"),
-        (("embed", prefixed, *out, "--tokens", "--dim", 8), "--dim are for features"),
+        (("embed", bert, *out, "--tokens"), "Of images: "),
+        (("embed", model, *out, "--dim", 0), "0 was asked for: expected 1 to 16"),
+        (("embed", model, *out, "--tokens", "--dim", 8), "--dim are for features"),
         (("embed", llip, *out, "--dim", 8), "more than the cosine"),
-        (("eval", "retrieval", prefixed, *data, "--dim", 17), "17 was asked for"),
-        (("eval", "retrieval", llip, *data, "--dim", 8), "more than the cosine"),
+        (("embed", model, *out, "--views", 2), "--views 2 without augmentation"),
+        (("embed", model, *out, "--seed", 3), "--seed 3"),
+        (("embed", model, *out, "--views", 0, "--augment.jitter", 0.4), "--views is 0"),
+        (("embed", model, *out, "--augment.drop-words", 0.5), "changes no image"),
+        (("embed", model, *out, "--augment.crop", 0.4), "neither cropped nor mirrored"),
+        (there, "holds other features"),
+        ((*there, "--dim", 4), " dim 8 there, "),
+        ((*there, "--dim", 8, "--resize", 40), "resize 40"),
+        ((*audit, "--dim", 8), "--dim"),
+        ((*audit, "--model", model), "--model"),
+        (("eval", "retrieval", model, "--data", SHORT, "--dim", 17), "17 was asked for"),
+        (("eval", "retrieval", llip, "--data", SHORT, "--dim", 8), "more than the cosine"),
     ):
         assert word in refused(capsys, *words)
     assert not (tmp_path / "t").exists()
@@ -276,16 +256,11 @@ def test_folders_that_cannot_be_used(bert: tuple[Path, Any], file: str, text: st
         open_teacher(f"hf:{bert[0]}", "cpu")
 
 
-def test_partners_are_those_of_the_sentences(
-    bert: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """From the encoder to a run whose partners have the nearest captions (CLIP-C's ablation)."""
-    store = tmp_path / "store"
-    main(["embed", f"hf:{bert[0]}", "--data", "scenes?n=12", "--out", str(store), "--device", "cpu"])
+def test_a_store_of_texts_alone(bert: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It serves partners with the nearest captions (CLIP-C's ablation)."""
+    run("embed", f"hf:{bert[0]}", "--data", "scenes?n=12", "--out", tmp_path / "store")
     assert "encodes texts alone" in capsys.readouterr().err
-    table = FeatureStore(store)
-    assert not np.asarray(table.images()).any()
-    np.testing.assert_allclose(np.linalg.norm(np.asarray(table.texts(), np.float32), axis=1), 1, atol=1e-3)
+    assert not np.asarray(FeatureStore(tmp_path / "store").images()).any()
     words = "train clip-c --data scenes?n=12 --size debug --batch 4 --steps 1 --vocab 300 --settings.partner nearest"
-    main([*words.split(), "--settings.partner-table", str(store), "--out", str(tmp_path / "run")])
+    run(*words.split(), "--settings.partner-table", tmp_path / "store", "--out", tmp_path / "run")
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from modules import module_at
+from commands import module_at
 
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ROOT / "docs" / "assets" / "figures"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from kiloword.evaluation import evaluate
 from kiloword.methods.registry import preset
 from kiloword.models.build import build as build_model
 from kiloword.types import BadSample
+from sources import files_of
 from tars import encode, noise
-from tools.hierarimgs import BuildOptions, build, decode_mask, decompress, main, paste
+from tools.hierarimgs import BuildOptions, BuildReport, Segment, build, decode_mask, decompress, main, select
 
 
 def runs(mask: np.ndarray) -> list[int]:
@@ -88,11 +90,9 @@ def box(x: float, y: float, w: float, h: float) -> list[float]:
     return [x, y, x + w, y, x + w, y + h, x, y + h]
 
 
-def test_polygons_have_their_area_and_are_put_together() -> None:
+def test_polygons_are_put_together_and_cut_at_the_border() -> None:
     mask = decode_mask([box(2, 3, 5, 4), box(4, 3, 5, 4)], 20, 30)
-    assert mask.sum() == 7 * 4
-    assert mask[3:7, 2:9].all()
-    assert decode_mask([[0, 0, 30, 0, 0, 20]], 20, 30).sum() == pytest.approx(300, abs=15)
+    assert mask.sum() == mask[3:7, 2:9].sum() == 7 * 4
     assert not decode_mask([box(40, 3, 5, 4)], 20, 30).any()
 
 
@@ -107,176 +107,157 @@ def test_masks_are_nearly_pycocotools() -> None:
 
 
 @pytest.mark.parametrize(
-    ("segmentation", "output"),
+    ("segmentation", "word"),
     [
-        ({"counts": [3, 4], "size": [2, 3]}, "cover 7 pixels of 6"),
-        ({"counts": [3, -3, 6], "size": [2, 3]}, "not whole numbers"),
-        ({"counts": [6], "size": [3, 2]}, r"size \[3, 2\] in an image of \[2, 3\]"),
-        ({"counts": "P", "size": [2, 3]}, "end within a number"),
-        ({"counts": "6\n", "size": [2, 3]}, "invalid character"),
-        ([], "neither polygons nor run lengths"),
-        ([[1, 2, 3, 4]], "three corners or more"),
-        ([[1, 2, 3, 4, 5, "x"]], "is not a number"),
-        ([[1, 2, 3, 4, 5, float("inf")]], "is not finite"),
+        ({"counts": [3, 4], "size": [2, 3]}, "7"),
+        ({"counts": [3, -3, 6], "size": [2, 3]}, "whole"),
+        ({"counts": [6], "size": [3, 2]}, r"\[3, 2\]"),
+        ({"counts": "P", "size": [2, 3]}, "number"),
+        ({"counts": "6\n", "size": [2, 3]}, "character"),
+        ([], "polygons"),
+        ([[1, 2, 3, 4]], "corners"),
+        ([[1, 2, 3, 4, 5, "x"]], "number"),
+        ([[1, 2, 3, 4, 5, float("inf")]], "finite"),
     ],
 )
-def test_bad_masks_are_named(segmentation: Any, output: str) -> None:
-    with pytest.raises(BadSample, match=output):
+def test_bad_masks_are_refused(segmentation: Any, word: str) -> None:
+    with pytest.raises(BadSample, match=word):
         decode_mask(segmentation, 2, 3)
 
 
 HEIGHT, WIDTH = 40, 60
+WHITE = 255
 
 
 def annotation(number: int, image: int, x: int, y: int, w: int, h: int, kind: str = "polygon", crowd: int = 0) -> dict:
     mask = np.zeros((HEIGHT, WIDTH), bool)
     mask[y : y + h, x : x + w] = True
-    counts = runs(mask)
     segmentation: Any = [box(x, y, w, h)]
     if kind != "polygon":
-        segmentation = {"counts": counts if kind == "plain" else compress(counts), "size": [HEIGHT, WIDTH]}
+        segmentation = {"counts": runs(mask) if kind == "plain" else compress(runs(mask)), "size": [HEIGHT, WIDTH]}
     known = {"id": number, "image_id": image, "category_id": number % 3, "iscrowd": crowd}
     return known | {"area": float(w * h), "segmentation": segmentation}
 
 
-def coco(folder: Path) -> tuple[Path, Path]:
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
     """Images 1 and 2 qualify; 3 has two segments and a crowd, 4 a small one, 5 is missing, 6 of another size."""
-    photos = folder / "images"
-    photos.mkdir(parents=True)
-    for i in (1, 2, 3, 4, 6):
-        shape = (HEIGHT, WIDTH) if i != 6 else (HEIGHT, WIDTH + 1)
-        (photos / f"{i}.png").write_bytes(encode(noise(*shape, seed=i)))
-    (photos / "2.png").rename(photos / "2.jpg")
-    (photos / "2.jpg").write_bytes(encode(noise(HEIGHT, WIDTH, seed=2), "JPEG"))
-    kinds = ("polygon", "plain", "compressed")
+    names = {i: f"{i}.{'jpg' if i == 2 else 'png'}" for i in (2, 1, 3, 4, 5, 6)}
+    (tmp_path / "images").mkdir()
+    for i, name in names.items():
+        if i != 5:
+            photo = noise(HEIGHT, WIDTH + (i == 6), seed=i)
+            (tmp_path / "images" / name).write_bytes(encode(photo, "JPEG" if i == 2 else "PNG"))
     annotations = [
-        *(annotation(10 + k, 1, 18 * k, 2, 8 + k, 10, kind) for k, kind in enumerate(kinds)),
+        *(annotation(10 + k, 1, 18 * k, 2, 8 + k, 10, kind) for k, kind in enumerate(("polygon", "plain", "packed"))),
         annotation(14, 1, 0, 30, 8, 8),  # fourth, 64 pixels
         *(annotation(20 + k, 2, 18 * k, 5, 12 - k, 12) for k in range(3)),
         *(annotation(30 + k, 3, 18 * k, 5, 12, 12, "plain", crowd=int(k == 2)) for k in range(3)),
         *(annotation(40 + k, 4, 18 * k, 5, 12 if k else 4, 12) for k in range(3)),
         *(annotation(10 * i + k, i, 18 * k, 5, 12, 12) for i in (5, 6) for k in range(3)),
     ]
-    images = [
-        {"id": i, "file_name": f"{i}.{'jpg' if i == 2 else 'png'}", "height": HEIGHT, "width": WIDTH}
-        for i in (2, 1, 3, 4, 5, 6)
-    ]
-    categories = [{"id": k, "name": name} for k, name in enumerate(("cup", "dog", "tree"))]
-    path = folder / "instances.json"
-    path.write_text(json.dumps({"images": images, "annotations": annotations, "categories": categories}))
-    return path, photos
-
-
-@pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
-    coco(tmp_path)
+    images = [{"id": i, "file_name": name, "height": HEIGHT, "width": WIDTH} for i, name in names.items()]
+    categories = [{"id": 0, "name": "cup"}, {"id": 1, "name": "dög"}]  # a third one has no name
+    whole = {"images": images, "annotations": annotations, "categories": categories}
+    (tmp_path / "instances.json").write_text(json.dumps(whole))
     return tmp_path
 
 
+def built(made: Path, name: str = "out", **options: Any) -> BuildReport:
+    return build(made / "instances.json", made / "images", made / name, BuildOptions(**{"least": 50, **options}))
+
+
 def test_what_is_chosen(made: Path) -> None:
-    files = made / "instances.json", made / "images"
-    report = build(*files, made / "out", BuildOptions(least=50))
+    report = built(made)
     assert (report.images, report.few, report.small, report.written) == (6, 1, 1, 2)
-    assert report.bad == {
-        "cannot read the image: No such file or directory": 1,
-        "the image is not of the size that was annotated": 1,
-    }
-    assert (
-        build(*files, made / "all", BuildOptions(least=64)).small == 2
-    )  # not below, but not above: 1's fourth segment
-    pasted = build(*files, made / "pasted", BuildOptions(least=64, considered="pasted"))
-    assert (pasted.small, pasted.written) == (1, 2)
-    assert build(*files, made / "crowd", BuildOptions(least=50, crowd=True)).written == 3
-    assert build(*files, made / "two", BuildOptions(least=50, segments=2)).few == 0
+    assert sorted(report.bad.values()) == [1, 1]
+    assert built(made, "crowd", crowd=True).written == 3
+    segments = [Segment(n, area, "x", None) for n, area in enumerate((5.0, 9.0, 7.0, 7.0))]
+    for options, chosen, few, small in (
+        (BuildOptions(segments=3, least=4), [1, 2, 3], 0, 0),
+        (BuildOptions(segments=3, least=5), [], 0, 1),  # all must be larger
+        (BuildOptions(segments=3, least=5, considered="pasted"), [1, 2, 3], 0, 0),
+        (BuildOptions(segments=5, least=0), [], 1, 0),
+        (BuildOptions(segments=4, least=4), [1, 2, 3, 0], 0, 0),
+    ):
+        report = BuildReport()
+        assert [segment.id for segment in select(segments, options, report)] == chosen
+        assert (report.few, report.small) == (few, small)
 
 
 def test_what_is_written_is_what_our_readers_read(made: Path) -> None:
-    build(made / "instances.json", made / "images", made / "out", BuildOptions(least=50))
+    """Over what a killed one left, in an empty folder."""
+    (made / "out").mkdir()
+    (made / ".out.tmp").mkdir()
+    (made / ".out.tmp" / "7.tar").write_bytes(b"half")
+    built(made)
     source = open_source(str(made / "out"))
     records = [source.record(row) for row in range(len(source))]
     assert [r.key for r in records] == [f"{i:012d}-{k}" for i in (1, 2) for k in range(4)]
     assert [r.info["level"] for r in records] == [0, 1, 2, 3] * 2
     assert [r.info["parent"] for r in records[:4]] == [None, *(f"{1:012d}-{k}" for k in range(3))]
     assert all(r.info["levels"] == 4 and r.info["group"] == f"{1:012d}" for r in records[:4])
-    assert [r.captions for r in records[:4]] == [["cup"], ["cup and tree"], *[["cup and tree and dog"]] * 2]
-    assert [s["id"] for s in records[2].info["segments"]] == [12, 11, 10]  # largest first
+    assert [r.captions for r in records[:4]] == [["cup"], ["cup and object"], *[["cup and object and dög"]] * 2]
+    assert records[1].info["segments"] == [
+        {"id": 12, "category": "cup", "area": 100.0},
+        {"id": 11, "category": "object", "area": 90.0},
+    ]  # largest first
     photo = noise(HEIGHT, WIDTH, seed=1)
     for k, record in enumerate(records[:3]):
-        expected = np.full_like(photo, 255)
+        expected = np.full_like(photo, WHITE)
         for x, w in ((36, 10), (18, 9), (0, 8))[: k + 1]:
             expected[2:12, x : x + w] = photo[2:12, x : x + w]
         np.testing.assert_array_equal(decode(record.image), expected)
     np.testing.assert_array_equal(decode(records[3].image), photo)
     assert records[7].image == (made / "images" / "2.jpg").read_bytes()
     assert (made / "out" / "nshards.txt").read_text() == "1\n"
+    built(made, "grey", canvas="grey")
+    assert (decode(open_source(str(made / "grey")).record(0).image)[0, 0] == 128).all()
 
 
 def test_the_same_input_gives_the_same_bytes_in_shards(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tools.hierarimgs.SHARD", 3)
     for name in ("a", "b"):
-        build(made / "instances.json", made / "images", made / name, BuildOptions(least=50))
-    assert sorted(p.name for p in (made / "a").iterdir()) == ["0.tar", "1.tar", "nshards.txt"]
-    for name in ("0.tar", "1.tar"):
-        assert (made / "a" / name).read_bytes() == (made / "b" / name).read_bytes()
+        built(made, name)
+    assert files_of(made / "a") == files_of(made / "b")
+    assert sorted(files_of(made / "a")) == ["0.tar", "1.tar", "nshards.txt"]
     assert len(open_source(str(made / "a"))) == 8
 
 
-def test_canvas() -> None:
-    photo = noise(4, 6)
-    shown = paste(photo, [np.eye(4, 6, dtype=bool)], 128)
-    assert (shown[0, 0] == photo[0, 0]).all()
-    assert (shown[0, 1] == 128).all()
-    assert shown.dtype == np.uint8
-
-
-def test_nothing_is_left_when_it_fails(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = sorted(p.name for p in made.iterdir())
-    files = made / "instances.json", made / "images"
-    with pytest.raises(ValueError, match="no image qualifies: 0 of 6 images written"):
-        build(*files, made / "out", BuildOptions(least=1e6))
-    monkeypatch.setattr("tools.hierarimgs._png", lambda pixels: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        build(*files, made / "out", BuildOptions(least=50))
-    assert sorted(p.name for p in made.iterdir()) == before
-
-
-def test_words_for_what_a_user_can_mend(made: Path) -> None:
-    files = made / "instances.json", made / "images"
-    with pytest.raises(ValueError, match="images exists"):
-        build(*files, made / "images", BuildOptions(least=50))
-    with pytest.raises(ValueError, match="0 segments; expected at least 1"):
-        build(*files, made / "out", BuildOptions(segments=0))
-    with pytest.raises(ValueError, match="least is nan: expected a number of pixels"):
-        build(*files, made / "out", BuildOptions(least=math.nan))
-    good = json.loads(files[0].read_text())
+def test_what_a_user_can_mend_is_refused(made: Path) -> None:
+    for name, options, word in (
+        ("images", {}, "images exists"),
+        ("out", {"segments": 0}, "segments"),
+        ("out", {"least": math.nan}, "least"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            built(made, name, **options)
+    good = json.loads((made / "instances.json").read_text())
     twice = json.dumps({**good, "images": [good["images"][0]] * 2})
     unnamed = json.dumps({**good, "categories": [{"id": 1, "name": 7}]})
     few = '{"images": []}', '{"images": [{"id": 1}], "annotations": []}'
     for text in ("{", "[]", "[" * 100_000, *few, twice, unnamed):
-        (made / "wrong.json").write_text(text)
-        with pytest.raises(ValueError, match=r"wrong.json is not COCO's json of instances"):
-            build(made / "wrong.json", made / "images", made / "out")
+        (made / "instances.json").write_text(text)
+        with pytest.raises(ValueError, match=r"instances.json"):
+            built(made)
 
 
 def test_verb(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(made / name) for name in ("instances.json", "images", "out")]
     assert main([*words, "--least", "50"]) == 0
-    output = capsys.readouterr().out
-    assert output.startswith("2 of 6 images written\n1 have too few segments, 1 a segment that is too small\n1 skipped")
+    assert re.findall(r"\d+", capsys.readouterr().out) == ["2", "6", "1", "1", "1", "1"]
     assert main(words) == 2
-    assert "exists and is not an empty folder" in capsys.readouterr().err
+    assert "--out" in capsys.readouterr().err
     assert main([str(made / "none.json"), *words[1:2], str(made / "new")]) == 2
-    assert "No such file" in capsys.readouterr().err
+    assert "none.json" in capsys.readouterr().err
 
 
 def matcher(method: str) -> Matcher:
-    tokenizer = Tokenizer.train(["a red dog", "a blue cat", "green"], vocab=300)
-    return Matcher(build_model(sizes()["debug"], preset(method)), tokenizer)
+    return Matcher(build_model(sizes()["debug"], preset(method)), Tokenizer.train(["a red dog", "green"], vocab=300))
 
 
 def test_eval_hierarchy_judges_the_levels(made: Path) -> None:
-    build(made / "instances.json", made / "images", made / "out", BuildOptions(least=50))
+    built(made)
     model = matcher("prolip")
     found = evaluate(model, "hierarchy", str(made / "out"))
     source = open_source(str(made / "out"))

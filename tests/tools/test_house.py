@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from modules import module_at
+from commands import module_at
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE = "```\nkiloword/\n  cli/   verbs\n  data/  sources\n  deep/\nresearch/\n```\n"
@@ -83,7 +83,7 @@ def test_circles_of_imports(checked: Checked, statement: str) -> None:
     files = {"data/__init__.py": "", "data/a.py": "import kiloword.data.c", "data/c.py": "from kiloword.data import b"}
     code, printed = checked(files | {"data/b.py": statement})
     assert code == 1
-    assert "circle of imports: kiloword.data." in printed
+    assert "circle" in printed
     types_alone = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import kiloword.data.a"
     assert "circle" not in checked({"data/b.py": types_alone})[1]
 
@@ -93,7 +93,7 @@ def test_upward_imports(checked: Checked, tmp_path: Path) -> None:
     assert checked(files | {"__init__.py": "from kiloword.cli import a"})[0] == 0
     code, printed = checked({"data/c.py": "def f():\n    from kiloword.cli.a import name"})
     assert code == 1
-    assert "upward import: kiloword.data.c -> kiloword.cli.a" in printed
+    assert "kiloword.data.c -> kiloword.cli.a" in printed
     assert stored(tmp_path)["upward imports"] == 0
 
 
@@ -121,15 +121,10 @@ def test_files_functions_docstrings(checked: Checked, text: str, broken: str) ->
 def test_docstrings_of_base_classes_count(checked: Checked) -> None:
     lines = "".join(f"        x{n} = 1\n" for n in range(4))
     base = f'class Base:\n    """It."""\n    def f(self):\n        """Do."""\n{lines}'
-    assert (
-        checked({"cli/a.py": base, "data/b.py": f'class B(Base[int]):\n    """It."""\n    def f(self):\n{lines}'})[0]
-        == 0
-    )
-    assert checked({"data/b.py": f'class B(Other):\n    """It."""\n    def f(self):\n{lines}'})[0] == 1
-
-
-def test_a_file_that_cannot_be_parsed(checked: Checked) -> None:
-    assert checked({"a.py": "x = 1\ny = = 2\n"})[0] == 2
+    for parent, expected in (("Base[int]", 0), ("Other", 1)):
+        derived = f'class B({parent}):\n    """It."""\n    def f(self):\n{lines}'
+        assert checked({"cli/a.py": base, "data/b.py": derived})[0] == expected
+    assert checked({"cli/a.py": "y = = 2\n"})[0] == 2  # cannot be parsed
 
 
 def test_this_repository(house: ModuleType, tmp_path: Path) -> None:

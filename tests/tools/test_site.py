@@ -11,17 +11,16 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
 import yaml
 
+from commands import module_at
 from kiloword.cli.main import VERBS
 from kiloword.evaluation import TASKS
-from kiloword.methods.registry import components, names
-from modules import module_at
+from kiloword.methods.registry import PRESETS, components
 
 ROOT = Path(__file__).resolve().parents[2]
 MKDOCS = Path(sys.prefix) / "docs"  # where `make docs` installs it
@@ -30,13 +29,8 @@ needs_mkdocs = pytest.mark.skipif(not MKDOCS.is_dir(), reason="mkdocs is not ins
 
 
 @pytest.fixture(scope="module")
-def reference() -> ModuleType:
-    return module_at(ROOT / "tools" / "reference.py", "reference")
-
-
-@pytest.fixture(scope="module")
-def made(reference: ModuleType) -> dict[str, str]:
-    pages: dict[str, str] = reference.pages()
+def made() -> dict[str, str]:
+    pages: dict[str, str] = module_at(ROOT / "tools" / "reference.py", "reference").pages()
     return pages
 
 
@@ -68,7 +62,7 @@ def test_every_verb_task_method_and_component_has_a_section(made: dict[str, str]
     assert re.findall("^## kiloword (.*)", verbs, re.MULTILINE) == sorted(listed)
     for task in (*TASKS, "suite"):
         assert f"\n## kiloword eval {task}\n" in tasks
-    for method in (*names(), *(f"+{name}" for name in components())):
+    for method in (*PRESETS, *(f"+{name}" for name in components())):
         assert f"\n## {method}\n" in methods
 
 
@@ -82,23 +76,10 @@ def test_flags_have_type_default_range_and_help(made: dict[str, str]) -> None:
     assert row(train, "--precision")[1] == "auto, fp64, fp32, bf16"
     assert row(train, "--data")[1:3] == ["str ...", "`scenes`"]
     assert row(verbs, "MODELS")[1:3] == ["str ...", "required"]
-    assert row(verbs, "QUERY")[1:3] == ["str", ""]
-
-
-def test_a_paragraph_of_a_docstring_shows_its_command(reference: ModuleType) -> None:
-    shown = reference.description("Do x: kiloword x y\nIt takes *long*.\n\nArgs:\n    y: what.")
-    assert shown == "Do x:\n\n```bash\nkiloword x y\n```\n\nIt takes \\*long\\*."
-    assert reference.description("A.\n\nExamples:\n  kiloword a\n  kiloword b") == (
-        "A.\n\n```bash\nkiloword a\nkiloword b\n```"
-    )
-
-
-@pytest.mark.parametrize(
-    ("written", "shown"),
-    [("{None}|STR", "str"), ("[STR [STR ...]]", "str ..."), ("INT|{auto}", "int, auto"), ("{None,cosine}", "cosine")],
-)
-def test_types_of_flags_are_plain(reference: ModuleType, written: str, shown: str) -> None:
-    assert reference.plain_kind(written) == shown
+    assert row(verbs, "SOURCE")[1:3] == ["str", ""]
+    assert row(verbs, "--workers")[1:3] == ["int, auto", "`auto`"]
+    assert row(verbs, "--nearest")[1] == "cosine, csd"
+    assert '\n\n```bash\nkiloword score runs/first/model --images a.jpg b.jpg --texts "a dog" "a cat"\n' in verbs
 
 
 def pages_of(nav: Any) -> Iterator[str]:
@@ -164,25 +145,23 @@ def test_search_finds_flags_and_pages_hold_formulas_and_settings(site: Path) -> 
 
 
 @needs_mkdocs
-def test_links_out_of_docs_lead_into_the_site(site: Path) -> None:
-    """To the place of a page, by its title, or nowhere; arguments in docstrings are listed."""
-    assert 'href="project/contributing.html"' in (site / "index.html").read_text()
-    assert "every section with its plot" in (site / "results.html").read_text()  # the record is no page of the site
-    overview = (site / "overview.html").read_text()
-    assert 'href="comparison.html">Comparison</a>' in overview
-    assert 'href="glossary.html">Glossary</a>' in (site / "architecture.html").read_text()
-    assert "see CITATION.cff" in overview
-    assert "<li><code>dtype</code>: " in (site / "reference" / "python.html").read_text()
-
-
-@needs_mkdocs
-def test_notebooks_are_pages(site: Path) -> None:
-    """With their code, a link to the file, and links from other pages."""
-    page = (site / "notebooks" / "your_method.html").read_text()
-    assert 'href="your_method.ipynb"' in page
-    assert 'href="../own-method.html"' in page
-    assert "writefile" in page
-    assert 'href="notebooks/your_method.html"' in (site / "index.html").read_text()
+@pytest.mark.parametrize(
+    ("page", "shows"),
+    [
+        ("index", 'href="project/contributing.html"'),  # out of docs: to the place of the page
+        ("results", "every section with its plot"),  # the record is no page of the site
+        ("overview", 'href="comparison.html">Comparison</a>'),  # by its title
+        ("architecture", 'href="glossary.html">Glossary</a>'),
+        ("overview", "see CITATION.cff"),
+        ("reference/python", "<li><code>dtype</code>: "),  # arguments in docstrings
+        ("index", 'href="notebooks/your_method.html"'),
+        ("notebooks/your_method", 'href="your_method.ipynb"'),
+        ("notebooks/your_method", 'href="../own-method.html"'),
+        ("notebooks/your_method", "writefile"),  # its code
+    ],
+)
+def test_links_out_of_docs_and_notebooks(page: str, shows: str, site: Path) -> None:
+    assert shows in (site / f"{page}.html").read_text()
 
 
 @needs_mkdocs

@@ -1,10 +1,11 @@
-"""AdamP is the paper's algorithm: against a literal transcription, sharded, skipped and resumed."""
+"""AdamP is the paper's algorithm, and AdamP and Muon move shards as whole tensors."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from kiloword.config.recipes import OptimConfig
 from kiloword.distributed import collectives
 from kiloword.methods.defaults import default_recipe
 from kiloword.training.adamp import AdamP
-from states import whole_and_cut
+from kiloword.training.muon import Muon
+from runs import Values, whole_and_cut
 from threads import over_threads
 
 SHAPES = {"matrix": (7, 4), "filters": (6, 3, 2, 2), "few": (2, 5), "vector": (9,), "scale": (1,)}
@@ -75,35 +77,55 @@ def test_a_literal_transcription(shape: tuple[int, ...], kind: str) -> None:
         torch.testing.assert_close(p.detach(), literally(start, gradients, delta=0), rtol=1e-12, atol=1e-12)
 
 
-def stepped(rows: Callable[[Tensor], Tensor], sharded: bool) -> dict[str, Tensor]:
-    """Weights and moments after four steps."""
-    generator = torch.Generator().manual_seed(1)
-    full = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items() if len(shape) > 1}
-    own = {name: rows(x).clone().requires_grad_() for name, x in full.items()}
-    optimizer = AdamP(list(own.values()), **SETTINGS, sharded=list(own.values()) if sharded else ())
+# Shards
+
+
+def adamp(own: Values, sharded: bool) -> AdamP:
+    return AdamP(list(own.values()), **SETTINGS, sharded=list(own.values()) if sharded else ())
+
+
+def muon(own: Values, sharded: bool, at_once: int = Muon.at_once) -> Muon:
+    counts = {p: len(SEVERAL[name]) for name, p in own.items()} if sharded else None
+    made = Muon(list(own.values()), 0.1, 0.9, 0.2, {own["qkv"]: 3}, counts)
+    made.at_once = at_once
+    return made
+
+
+# [7, 4] thrice, so that several are moved at once; fewer rows than ranks; several matrices
+GENERATOR = torch.Generator().manual_seed(1)
+SIZES = {"a": (7, 4), "b": (7, 4), "qkv": (6, 5), "filters": (6, 3, 2, 2), "few": (2, 5), "c": (7, 4)}
+MATRICES = {name: torch.randn(shape, generator=GENERATOR) for name, shape in SIZES.items()}
+SEVERAL = {name: x for name, x in MATRICES.items() if x.dim() == 2}
+SEVERAL["several"] = torch.randn(2, 3, 5, generator=GENERATOR)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """This rank's: uneven shares, and none of a tensor with few rows."""
+    share = -(-len(x) // collectives.ranks())
+    return x[collectives.rank() * share :][:share]
+
+
+def stepped(make: Callable[[Values, bool], Any], whole: Values, sharded: bool, skip: int) -> Values:
+    """Weights and moments after four steps on this rank, of which one may be skipped."""
+    generator = torch.Generator().manual_seed(2)
+    own = {name: rows_of(x).clone().requires_grad_() for name, x in whole.items()}
+    optimizer = make(own, sharded)
     for step in range(4):
         for name, p in own.items():
-            gradient = orthogonal(torch.randn(full[name].shape, generator=generator), full[name], KINDS[step % 3])
-            p.grad = rows(gradient).clone()
+            drawn = torch.randn(whole[name].shape, generator=generator)
+            p.grad = rows_of(orthogonal(drawn, whole[name], KINDS[step % 3])).clone()
+        optimizer.found_inf = torch.tensor(float(step == skip))
         optimizer.step()
-    moments = {f"{key} of {name}": optimizer.state[own[name]][key] for name in own for key in ("exp_avg", "exp_avg_sq")}
-    return {name: p.detach() for name, p in own.items()} | moments
+    state = {f"{key} of {name}": x for name, p in own.items() for key, x in optimizer.state[p].items() if x.dim()}
+    return {name: p.detach() for name, p in own.items()} | state
 
 
-def test_each_rank_moves_its_rows() -> None:
-    """Uneven shares, and ranks that have no row of a tensor."""
-
-    def work() -> dict[str, Tensor]:
-        rank = collectives.rank()
-
-        def rows(x: Tensor) -> Tensor:
-            share = -(-len(x) // 3)
-            return x[rank * share : (rank + 1) * share]
-
-        return stepped(rows, True)
-
-    one, parts = stepped(lambda x: x, False), over_threads(3, work)
-    for name, value in one.items():
+@pytest.mark.parametrize("skip", [-1, 1])
+@pytest.mark.parametrize(("make", "whole"), [(adamp, MATRICES), (muon, SEVERAL), (partial(muon, at_once=60), SEVERAL)])
+def test_each_rank_moves_its_rows(make: Any, whole: Values, skip: int) -> None:
+    """Muon all at once, or in several portions."""
+    parts = over_threads(3, lambda: stepped(make, whole, True, skip))
+    for name, value in stepped(make, whole, False, skip).items():
         torch.testing.assert_close(torch.cat([part[name] for part in parts]), value, rtol=1e-5, atol=1e-6, msg=name)
 
 
@@ -124,10 +146,9 @@ def test_a_skipped_step_changes_nothing(first: bool) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes(tmp_path: Path) -> None:
     base = default_recipe("pcme++", "debug", ("scenes?n=64",))
     optim = OptimConfig(name="adamp", lr=1e-3, ema=0.5)
     data = replace(base.data, tokenizer_vocab=300)
-    whole, cut = whole_and_cut(replace(base, data=data, optim=optim, batch=8, steps=4), tmp_path, monkeypatch)
+    whole = whole_and_cut(replace(base, data=data, optim=optim, batch=8, steps=4), tmp_path)
     assert any(name.startswith("optimizer/exp_avg_sq:") for name in whole)
-    assert all(torch.equal(cut[name], value) for name, value in whole.items())

@@ -49,12 +49,6 @@ def crash(out: Path, words: str) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_commands_killed_at_some_file_operations_go_on(tmp_path: Path) -> None:
-    points = crash(tmp_path, "embed caption index --every 60 --offset 5")
-    assert all(points[verb] for verb in ("embed", "caption", "index"))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "least", [{"embed": 30, "caption": 30, "index": 15, "index-in-cache": 15, "mine": 30}, {"import": 70}], ids=" ".join
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -49,19 +51,15 @@ def out(tmp_path: Path) -> Path:
         (changed(steps=30), False, ("steps", "--extend")),
         (changed(steps=30, seed=1), False, ("steps", "seed")),
         (changed(batch=32), True, ("batch", "16", "32")),
-        (replace(FILE, data_fingerprint="g", data_sampled="t"), False, ("a file", "data_fingerprint")),
-        (replace(FILE, data_sampled="t"), False, ("images or texts", "data_sampled")),
-        (replace(FILE, features=("b",)), False, ("feature store", "features")),
+        (replace(FILE, data_fingerprint="g", data_sampled="t"), False, ("data_fingerprint", "a file")),
+        (replace(FILE, data_sampled="t"), False, ("data_sampled", "images or texts")),
+        (replace(FILE, features=("b",)), False, ("features", "feature store")),
         (changed(data=replace(RECIPE.data, sources=("scenes?n=71",))), False, ("data.sources",)),
     ],
 )  # fmt: skip
 def test_whether_a_folder_holds_this_run(out: Path, file: RunFile, extend: bool, named: tuple[str, ...]) -> None:
-    if not named:
+    with pytest.raises(ValueError, match=".*".join(named)) if named else nullcontext():
         check_same_run(out, FILE, file, extend)
-        return
-    with pytest.raises(ValueError) as error:
-        check_same_run(out, FILE, file, extend)
-    assert all(word in str(error.value) for word in named)
 
 
 def test_a_folder_in_which_nothing_was_trained_is_free(out: Path) -> None:
@@ -100,9 +98,8 @@ def test_an_error_is_kept_for_those_who_watch(tmp_path: Path, error: BaseExcepti
     ],
 )
 def test_weights_that_do_not_fit_are_named(there: dict[str, Any], named: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="W do not fit F") as error:
+    with pytest.raises(ValueError, match=".*".join(("W do not fit F", *map(re.escape, named)))):
         check_fit({"a": (2, 3), "b": (4,)}, there, "W", "F")
-    assert all(word in str(error.value) for word in named)
 
 
 def test_values_that_are_not_finite() -> None:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import signal
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from kiloword.cli.main import main
-from kiloword.methods.defaults import default_recipe
 from kiloword.runs.rows import HISTORY, objects
 from kiloword.training import report
 from kiloword.training.loop import RunOptions, train
-from kiloword.training.optimizer import Optimizer
 from kiloword.training.signals import Stopped
 from pages import sections
+from runs import at_step, recipe
 
 WORDS = ["train", "siglip", "--data", "scenes?n=32", "--val", "scenes:test?n=8", "--size", "debug", "--steps", "4"]
 WORDS += ["--batch", "8", "--log-every", "1", "--eval-every", "2", "--optim.lr", "2e-3", "--quiet"]
@@ -31,11 +28,13 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.plots
 def test_the_page_shows_the_run(out: Path) -> None:
     html = (out / report.NAME).read_text()
     read = sections(html)
     assert {"Loss", "Evaluations", "Throughput", "Data", "Samples", "Settings", "Processes"} <= read.keys()
-    assert "trained for 4 of 4 steps. It is finished." in read[""].text
+    assert html.count("<svg") == 2 * html.count('<svg class="wide"') > 10
+    assert "4 of 4 steps" in read[""].text
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     shown = {row[0]: row[1:] for row in read["Evaluations"].tables[0][1:]}
     values = [row["val/text_retrieval_recall@5"] for row in rows if "val/text_retrieval_recall@5" in row]
@@ -54,35 +53,25 @@ def test_the_page_shows_the_run(out: Path) -> None:
     assert torch.__version__ in read["Processes"].tables[0][1]
 
 
+@pytest.mark.plots
 def test_a_finished_run_keeps_its_page_and_history(out: Path) -> None:
-    """What a kill cut off, the page or the card, is written by the same command."""
+    """What a kill cut off, the card or the page, is written by the same command."""
     card = (out / "model" / "README.md").read_text()
     assert "Trained for 4 steps on: scenes" in card
     assert "| scenes:test?n=8, 8 images, at step 4 | text\\_retrieval" in card
     before = {name: (out / name).read_bytes() for name in (report.NAME, HISTORY)}
-    for lost in (None, out / "model" / "README.md", out / report.NAME):
-        if lost is not None:
-            lost.unlink()
+    for lost in (out / "model" / "README.md", out / report.NAME):
+        lost.unlink()
         main([*WORDS, "--out", str(out)])
         assert {name: (out / name).read_bytes() for name in before} == before
         assert (out / "model" / "README.md").read_text() == card
 
 
-def test_a_stopped_run_is_reported_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = replace(default_recipe("siglip", "debug", ("scenes?n=32",)), steps=4, batch=8, precision="fp32")
+def test_a_stopped_run_is_reported_and_goes_on(tmp_path: Path) -> None:
     options = RunOptions(log_every=1, save_every=2, quiet=True)
-    step = Optimizer.step
-
-    def signalled(self: Optimizer, n: int, loss: Any = None) -> Any:
-        if n == 1:
-            signal.raise_signal(signal.SIGTERM)
-        return step(self, n, loss)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Optimizer, "step", signalled)
-        with pytest.raises(Stopped):
-            train(recipe, tmp_path, options=options)
-    assert "trained for 2 of 4 steps. It is not finished." in sections((tmp_path / report.NAME).read_text())[""].text
-    train(recipe, tmp_path, options=options)
-    assert "trained for 4 of 4 steps. It is finished." in sections((tmp_path / report.NAME).read_text())[""].text
+    with at_step(2, lambda _: signal.raise_signal(signal.SIGTERM)), pytest.raises(Stopped):
+        train(recipe(4), tmp_path, options=options)
+    assert "2 of 4 steps. It is not finished" in sections((tmp_path / report.NAME).read_text())[""].text
+    train(recipe(4), tmp_path, options=options)
+    assert "4 of 4 steps. It is finished" in sections((tmp_path / report.NAME).read_text())[""].text
     assert [process["step"] for process in objects(tmp_path / HISTORY)] == [0, 2]

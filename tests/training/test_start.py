@@ -59,9 +59,10 @@ def folder(words: Tokenizer, kind: str, out: Path) -> Path:
 
 
 def begin(
-    method: str, path: Path, words: Tokenizer, settings: dict[str, bool] | None = None
+    method: str, path: Path, words: Tokenizer, settings: dict[str, Any] | None = None, **text: Any
 ) -> tuple[Model, Recipe, str]:
     recipe = replace(start.defaults(method, str(path), "debug"), settings=settings or {})
+    recipe = replace(recipe, model=replace(recipe.model, text=replace(recipe.model.text, **text)))
     start.check(recipe)
     recipe = start.settle(recipe, words)
     model = build(recipe.model, preset(method, recipe.settings), seed=0)
@@ -121,29 +122,27 @@ def test_scores_hardly_change_and_more_with_tokens_that_start_anew(
 def test_a_causal_tower_stays_causal_by_default(
     kind: str, settings: dict[str, bool], causal: bool, words: Tokenizer, tmp_path: Path
 ) -> None:
+    """A scale of 100 beside a bias of -10 would call each pair a match: it begins anew."""
     model, recipe, _ = begin("prolip", folder(words, kind, tmp_path), words, settings)
     assert model.config.text.causal == causal
     assert recipe.settings.get("bidirectional") == {"clip": not causal}.get(kind)
+    assert float(model.head.log_scale.detach().exp()) == pytest.approx(10)
 
 
-def test_a_trained_prolip_starts_from_itself_as_it_is(words: Tokenizer, tmp_path: Path) -> None:
-    model, recipe, _ = begin("prolip", folder(words, "own", tmp_path / "own"), words)
-    save_model(tmp_path / "p", model, words, ModelFile(method="prolip", settings=recipe.settings, model=recipe.model))
-    again, _, said = begin("prolip", tmp_path / "p", words)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    assert "new: none; left over: none." in said
-
-
-def test_what_means_something_else_is_not_started_from(words: Tokenizer, tmp_path: Path) -> None:
-    """A scale of 100 beside a bias of -10 would call each pair a match; log variances of another form are new."""
-    assert begin("prolip", folder(words, "clip", tmp_path / "a"), words)[
-        0
-    ].head.log_scale.exp().item() == pytest.approx(10)
-    model, recipe, _ = begin("prolip-released", folder(words, "own", tmp_path / "b"), words)
-    save_model(tmp_path / "c", model, words, ModelFile(method="prolip-released", settings={}, model=recipe.model))
-    said = begin("prolip", tmp_path / "c", words)[2].partition("left over: ")
-    assert "head.uncertainty.text_log_var.weight" in said[0].partition("new: ")[2]
-    assert "head.uncertainty.mean_log_var.weight" in said[2]
+def test_prolip_starts_from_prolip_as_it_is_and_not_from_log_variances_of_another_form(
+    words: Tokenizer, tmp_path: Path
+) -> None:
+    path = folder(words, "own", tmp_path / "own")
+    for method in ("prolip", "prolip-released"):
+        model, recipe, _ = begin(method, path, words)
+        save_model(tmp_path / method, model, words, ModelFile(method=method, settings={}, model=recipe.model))
+        again, _, said = begin("prolip", tmp_path / method, words)
+        if method == "prolip":
+            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+            assert "new: none; left over: none." in said
+    loaded, _, left = said.partition("left over: ")
+    assert "head.uncertainty.text_log_var.weight" in loaded.partition("new: ")[2]
+    assert "head.uncertainty.mean_log_var.weight" in left
 
 
 RAMP = torch.arange(32.0)[:, None] * torch.tensor([1.0, -2.0])
@@ -213,12 +212,8 @@ def test_texts_that_fit_score_the_same_with_another_context(
 
 def test_training_starts_with_a_longer_context(words: Tokenizer, tmp_path: Path) -> None:
     path = folder(words, "siglip", tmp_path)
-    recipe = start.defaults("prolip", str(path), "debug")
-    recipe = replace(recipe, model=replace(recipe.model, text=replace(recipe.model.text, context=64)))
-    start.check(recipe)
-    recipe = start.settle(recipe, words)
-    model = build(recipe.model, preset("prolip", recipe.settings), seed=0)
-    assert "(texts of 64 tokens instead of 32)" in start.load(model, recipe)
+    model, _, said = begin("prolip", path, words, context=64)
+    assert "(texts of 64 tokens instead of 32)" in said
     old = load_model(path)[0].text_tower.positions
     assert (model.text_tower.positions[-2:] == old[-2:]).all()
     assert (model.text_tower.positions[:20] == old[:20]).all()
@@ -281,10 +276,7 @@ def test_a_smaller_limit_of_the_scale_holds_for_weights_whose_scale_is_smaller_s
     path = folder(words, "clip", tmp_path)
     stored = load_model(path)[0].head
     for limit, expected in ((30.0, 30.0), (5.0, float(stored.log_scale.detach().exp()))):  # a larger scale is kept
-        recipe = replace(start.defaults("clip", str(path), "debug"), settings={"max_scale": limit})
-        recipe = start.settle(recipe, words)
-        model = build(recipe.model, preset("clip", recipe.settings), seed=0)
-        start.load(model, recipe)
+        model = begin("clip", path, words, {"max_scale": limit})[0]
         model.head.log_scale.data.fill_(9.0)
         model.head.clamp_()
         assert float(model.head.log_scale.detach().exp()) == pytest.approx(expected)

@@ -17,7 +17,7 @@ EXECUTION = Execution()
 class Audit:
     """Find pairs that do not match, duplicates and wrong labels.
 
-    Give any model, even one that was trained on this data, or precomputed features (`kiloword embed`).
+    Give a model, best one that was trained on other data, or precomputed features (`kiloword embed`).
 
     Examples:
       kiloword audit photos/train --model runs/first/model

@@ -22,7 +22,7 @@ from kiloword.data.source import key_of
 from kiloword.report import Pixels
 from kiloword.types import BadSample, Features, Skipped, Source
 
-WIDE, FEWEST = 0.02, 10  # share and number of other images that a generic caption fits at least as well as its own
+WIDE, FEWEST = 0.02, 10  # share and number of other images that match a generic caption as pairs usually do
 WIDEST = 0.05  # and the largest share of captions that are called generic
 TEXT = pa.binary()  # or text, see `table_of`
 FINDING = {"kind": TEXT, "key": TEXT, "row": pa.int64(), "index": pa.int32(), "caption": TEXT, "score": pa.float64(),
@@ -74,11 +74,11 @@ def findings_of(
         wrong = fit < (-np.inf if fits.rule.threshold is None else fits.rule.threshold)
         least = max(FEWEST, WIDE * n, np.quantile(fitting, 1 - WIDEST, method="higher"))
         for t in np.argsort(fit, kind="stable")[: wrong.sum()].tolist():
-            detail = f"fit {fit[t]:.1f}; {fitting[t]:,} other images score at least as high with this caption"
+            detail = f"fit {fit[t]:.1f}; {fitting[t]:,} other images match this caption as pairs usually do"
             yield of_text("mismatch", t, float(fit[t]), detail)
         for t in np.argsort(-fitting, kind="stable").tolist():
             if fitting[t] >= least and not wrong[t]:
-                detail = f"{fitting[t]:,} other images score at least as high"
+                detail = f"{fitting[t]:,} other images match it as pairs usually do"
                 yield of_text("generic", t, float(fitting[t]) / max(1, n - 1), detail)
     for first, *others in repeated([caption for *_, caption in places]):
         for t in others:

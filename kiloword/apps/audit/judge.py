@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, get_args
 import numpy as np
 import pyarrow.parquet as pq
 import torch
-from torch import Tensor
 
 from kiloword.api import Matcher
 from kiloword.apps.audit import Kind
@@ -23,11 +22,23 @@ from kiloword.data.reading import left_out, name_of, read_image
 from kiloword.distributed.device import choose
 from kiloword.errors import naming_truncated
 from kiloword.evaluation.command import opened
-from kiloword.evaluation.features import seen, tile
+from kiloword.evaluation.features import Seen, seen, tile
 from kiloword.evaluation.task import Inputs
 from kiloword.files import Lock, atomic, write_json
 from kiloword.model.encoding import join
-from kiloword.report import Block, Gallery, Page, Pixels, Table, Text, distributions, made_by, say_blocks, write_page
+from kiloword.report import (
+    Block,
+    Gallery,
+    Page,
+    Pixels,
+    Table,
+    Text,
+    Tile,
+    distributions,
+    made_by,
+    say_blocks,
+    write_page,
+)
 from kiloword.stores.features import FeatureStore
 from kiloword.stores.runs import reading_tokens
 from kiloword.terminal import say, warn
@@ -39,7 +50,7 @@ if TYPE_CHECKING:
 
 KINDS = get_args(Kind)
 GALLERY = 24  # examples of each finding on the page
-ABOUT = "These are suggestions to look, no verdicts: the model may be weak, or trained on this data."
+ABOUT = "These are suggestions to look, no verdicts: the model may be weak, or have learned the faults of this data."
 
 
 @naming_truncated()
@@ -50,6 +61,8 @@ def audit(options: Audit) -> None:
     model, score, inputs, fit = options.model, (cosines, cosines_of_pairs), None, None
     if options.features is None:
         matcher, workers = opened(model, execution)
+        if matcher.file and any(of.endswith(options.data) for of in matcher.file.data.split()):
+            warn("this model was trained on this data, and has learned faults of it: another model finds more.")
         source = open_data(config, matcher.model.config.image.size)
         shown, tokenizer = reading_tokens(
             matcher.model, matcher.tokenizer, source, execution.image_features, execution.text_features, augmented=True
@@ -77,7 +90,7 @@ def audit(options: Audit) -> None:
                 pq.write_table(table, file)
         counts, reasons = Counter(one["kind"] for one in findings), Counter(keep["reason"].to_pylist())
         images, captions, omitted = len(data.keys), len(data.places), len(keep) - reasons[""]
-        facts = made_by([model], " ".join(options.data))
+        facts, row_of = made_by([model], " ".join(options.data)), dict(zip(data.keys, data.rows, strict=True))
         summary = {
             "images": images,
             "captions": captions,
@@ -94,10 +107,13 @@ def audit(options: Audit) -> None:
             short += [Text(str(fit.rule)), plot]
         sections: dict[str, list[Block]] = {"In short": short}
         for kind in KINDS:
-            first = [one for one in findings if one["kind"] == kind][:GALLERY]
-            lines = [filter(None, (one["key"], one["caption"], one["detail"], one["other"])) for one in first]
-            tiles = [tile(source, one["row"], *texts, side=224) for one, texts in zip(first, lines, strict=True)]
-            sections[kind] = [Gallery(tiles, f"{len(tiles):,} of {counts[kind]:,}; findings.parquet has all.", 4)]
+            first, tiles = [one for one in findings if one["kind"] == kind][:GALLERY], list[Tile]()
+            for one in first:
+                if kind == "duplicate-image":  # beside the one that it repeats
+                    tiles.append(tile(source, row_of[one["other"]], one["other"], side=224))
+                texts = filter(None, (one["key"], one["caption"], one["detail"], one["other"]))
+                tiles.append(tile(source, one["row"], *texts, side=224))
+            sections[kind] = [Gallery(tiles, f"{len(first):,} of {counts[kind]:,}; findings.parquet has all.", 4)]
         write_page(out / "report.html", Page("Audit", f"{source.name}. {ABOUT}", sections, facts))
     warn(*left_out(data.skipped).lines())
     say_blocks(short)
@@ -106,14 +122,13 @@ def audit(options: Audit) -> None:
 
 def _encoded(inputs: Inputs) -> AuditedData:
     """All readable images of a source with their captions."""
-    parts, texts, labels = list(seen(inputs)), [], list[Tensor]()
+    parts, texts = list(seen(inputs)), []
     for part in parts:
-        captions = [caption for of_image in part.captions for caption in of_image]
-        texts += [inputs.matcher.encode_text(captions, progress=False)] if captions else []
-        labels.append(part.labels.cpu() if part.labels.ndim == 1 else torch.full((len(part.rows),), -1))
-    images, of_texts = join([part.images for part in parts]), join(texts) if texts else {}
-    rows, keys, captions_of = ([x for p in parts for x in getattr(p, name)] for name in ("rows", "keys", "captions"))
-    return AuditedData(rows, keys, captions_of, torch.cat(labels), images, of_texts, inputs.skipped)
+        texts += [inputs.matcher.encode_text(part.texts, progress=False)] if part.texts else []
+        if part.labels.ndim > 1:
+            part.labels = torch.full((len(part.rows),), -1)
+    data, of_texts = Seen.whole(parts), join(texts) if texts else {}
+    return AuditedData(data.rows, data.keys, data.captions, data.labels, data.images, of_texts, inputs.skipped)
 
 
 def _stored(store: FeatureStore, source: Source, device: str) -> AuditedData:

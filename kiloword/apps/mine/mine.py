@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from kiloword.apps.mine.analyses import analysed, one_caption_each, ranks, spread
 from kiloword.apps.mine.corpus import Corpus, Ints, corpus_of, truth_of
-from kiloword.apps.mine.search import TERMS, MinedPairs, by_term, calibrate, random_pairs, search
+from kiloword.apps.mine.search import TERMS, MinedPairs, calibrate, random_pairs, search
 from kiloword.config.recipes import DataConfig
 from kiloword.config.settings import check
 from kiloword.data.open import open_data
@@ -21,7 +21,7 @@ from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import is_first, together
 from kiloword.evaluation.features import tile
 from kiloword.files import Lock, atomic, write_json
-from kiloword.methods.fff import Mined
+from kiloword.methods.fff import Mined, matches
 from kiloword.report import Block, Gallery, Page, Plot, Table, Text, Tile, made_by, say_blocks, write_page
 from kiloword.runs.alerts import MINED
 from kiloword.stores.features import FeatureStore
@@ -128,7 +128,7 @@ def pairs_table(corpus: Corpus, mined: MinedPairs, settings: Mined) -> pa.Table:
         "caption": texts(corpus.captions, mined.caption),
         "caption_index": mined.caption - corpus.starts[owner],
         "owner": texts(corpus.keys, owner),
-        **dict(zip(names, map(np.asarray, (*mined.scores, *by_term(settings, mined.scores))), strict=True)),
+        **dict(zip(names, map(np.asarray, (*mined.scores, *matches(settings, *mined.scores))), strict=True)),
         "true": np.asarray(mined.true),
     }
     return pa.table(columns)

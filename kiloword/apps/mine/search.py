@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kiloword.apps.mine.corpus import Corpus, Floats, Ints, Truth
 from kiloword.distributed.sharing import in_turns
-from kiloword.methods.fff import Mined
+from kiloword.methods.fff import Mined, matches
 from kiloword.model.encoding import chunks
 from kiloword.randomness import some
 from kiloword.terminal.progress import track
@@ -82,12 +82,6 @@ class MinedPairs:
     counts: Tensor  # [2, 5] by eq. 2, by each term, all that are not annotated: pairs, and true ones of these
 
 
-def by_term(settings: Mined, values: Tensor) -> Tensor:
-    """Pairs [3, ...] accepted by each term of eq. 2 (`kiloword.methods.fff.matches`): bool [3, ...]."""
-    it, ii, tt = values
-    return torch.stack([it > settings.p1, ii > settings.p2, (tt > settings.p3) & (it > settings.p1_text)])
-
-
 def search(
     corpus: Corpus, settings: Mined, *, most: int = 20, chunk: int = 2048, truth: Truth | None = None
 ) -> MinedPairs:
@@ -104,7 +98,7 @@ def search(
         per_image = torch.zeros(len(images), dtype=torch.int64)
         for c in chunks(len(corpus.captions), chunk):
             values, captions = corpus.similarities(r, c), np.arange(c.start, c.stop)
-            accepted, others = by_term(settings, values), torch.from_numpy(corpus.owner[c] != images[:, None])
+            accepted, others = matches(settings, *values), torch.from_numpy(corpus.owner[c] != images[:, None])
             true = torch.zeros_like(others) if truth is None else truth(captions, images).T
             others, true = others.to(values.device), true.to(values.device)  # [i, t]
             mined = torch.stack([accepted.any(0), *accepted, torch.ones_like(others)]) & others  # [5, i, t]

@@ -27,13 +27,6 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k
     return 4.0 * prod(q.shape[1:]) * int((starts_q.diff().double() * starts_k.diff()).sum())
 
 
-def packed_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *more: Any, **_: Any
-) -> float:
-    """FLOP of its backward pass: five products for two."""
-    return 2.5 * packed_attention(q, k, v, *more)
-
-
 FLASH = ATEN._scaled_dot_product_flash_attention, ATEN._scaled_dot_product_flash_attention_backward
 FORMULAS = {  # of operations that torch's counter does not know: in place, attention on a CPU, packed
     ATEN.addmm_: flop_registry[ATEN.addmm],
@@ -41,7 +34,8 @@ FORMULAS = {  # of operations that torch's counter does not know: in place, atte
     ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[FLASH[0]],
     ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[FLASH[1]],
     PACKED._varlen_attn: packed_attention,
-    PACKED._varlen_attn_backward: packed_backward,
+    # five products for two; its arguments are the gradient, q, k, v, the output and its log-sum-exp, and those lengths
+    PACKED._varlen_attn_backward: lambda *x, **_: 2.5 * packed_attention(*x[1:4], *x[6:]),
 }
 
 

@@ -20,7 +20,7 @@ from kiloword.evaluation.task import Inputs
 from kiloword.files import write_json
 from kiloword.interop import text_towers, towers
 from kiloword.methods.defaults import default_recipe
-from kiloword.models.card import record_evaluation
+from kiloword.models.card import record_retrieval
 from kiloword.report import Block, Gallery, Page, Table, Text, Tile, made_by, say_blocks, write_page
 from kiloword.stores.command import Embed
 from kiloword.stores.runs import reading_tokens
@@ -39,6 +39,13 @@ METHODS: dict[str, dict[str, Any]] = {  # and their settings
     "prolip": {},
     "fff": {"positives": "annotated"},  # mined ones need a teacher
 }
+WHY = (
+    ("clip", "the usual start: one vector a photo, the fastest search"),
+    ("siglip", "scores are probabilities of a match, one by one: for thresholds, and for small batches"),
+    ("llip", "captions name different things in one photo: the photo's vector depends on the text"),
+    ("prolip", "you want to know how sure the model is: each vector has an uncertainty"),
+    ("fff", "several captions of a photo are true: all of them count as right"),
+)
 DEEP = ("llip", "prolip", "sycoca")  # their learned tokens need blocks; other tops only project the trunks' tokens
 # With the tops below all five methods took 222 s on a CPU with bf16; `train` takes 360 to 685 cpu-s a method.
 STEPS, BATCH = 100, 256
@@ -60,6 +67,7 @@ def photos(options: Quickstart, out: Path) -> dict[str, dict[str, float]]:
     Raises: ValueError when a tower's package is not installed, data or settings cannot be used, or `out` holds others.
     """
     check_packages(options)
+    say(f"The models, and exports to onnx, torch and immich, hold {options.image_tower} and {options.text_tower}.")
     data, val = options.data, options.val
     if not val:
         data, val = (tuple(f"{part}:{src}" for src in data) for part in PARTS)
@@ -70,7 +78,7 @@ def photos(options: Quickstart, out: Path) -> dict[str, dict[str, float]]:
         chosen = recipe(options, name, data, stores[0], len(training))
         folder = train(chosen, out / name, training, RunOptions(workers=1, keep_states=1))
         metrics[name] = judged(load(folder), held_out, str(stores[1]), name, tiles)
-        record_evaluation(folder, "retrieval", " ".join(val), len(held_out), chosen.steps, metrics[name])
+        record_retrieval(folder, " ".join(val), len(held_out), chosen.steps, metrics[name])
     facts = {"data": data, "val": val, "photos": len(training), "val_photos": len(held_out)}
     methods = [{"name": name, "retrieval": values} for name, values in metrics.items()]
     write_json(out / "results.json", {"facts": facts, "figures": {"methods": methods}})
@@ -78,10 +86,11 @@ def photos(options: Quickstart, out: Path) -> dict[str, dict[str, float]]:
     header = ("recall", *(f"{c.partition('_')[0]} @{c.rpartition('@')[2]}" for c in columns))
     rows = [[name, *map(values.get, columns)] for name, values in metrics.items()]
     table = Table(rows, header, best=range(1, len(header)))
-    galleries = [Gallery(shown, f"“{text}”", BEST) for text, shown in tiles.items()]
+    queries = [Gallery(some, f"“{text}”{' (no known answer)' * (text in FREE)}", BEST) for text, some in tiles.items()]
+    about = f"{ABOUT} Of {len(held_out)} photos, differences below {len(held_out) ** -0.5:.2f} may be chance."
     sections: dict[str, Sequence[Block]] = {
-        "Methods side by side": [table, Text(ABOUT)],
-        "Texts and their best photos": galleries,
+        "Methods side by side": [table, Text(about), Table(WHY, ("method", "choose it when"))],
+        "Texts and their best photos": queries,
     }
     intro = (
         f"Methods of kiloword learned from {len(training):,} photos, each with its own top on the same frozen towers: "
@@ -116,10 +125,8 @@ def extract(options: Quickstart, sources: Sequence[tuple[str, ...]], folder: Pat
     for names, store in zip(sources, stores, strict=True):
         for tower in (options.image_tower, options.text_tower):
             several = options.views > 1 and (store, tower) == (stores[0], options.image_tower)
-            drawn: dict[str, Any] = {}
-            if several:
-                drawn = {"views": options.views, "augment": augment, "seed": options.seed}
-            Embed(model=tower, data=names, out=store, dtype="int8", tokens=True, **drawn).run()
+            drawn: dict[str, Any] = {"views": options.views, "augment": augment, "seed": options.seed}
+            Embed(model=tower, data=names, out=store, dtype="int8", tokens=True, **(drawn if several else {})).run()
     return stores
 
 
@@ -128,14 +135,8 @@ def recipe(options: Quickstart, method: str, data: tuple[str, ...], store: Path,
     base = start.with_towers(default_recipe(method, "top", data), options.image_tower, options.text_tower)
     usual, stores = base.data.augment, (str(store),)
     augment = replace(AugmentConfig() if options.views < 2 else usual, drop_words=0.0, drop_patches=usual.drop_patches)
-    own = replace(
-        base.data,
-        keep=options.keep,
-        bad_share=options.bad_share,
-        augment=augment,
-        image_features=stores,
-        text_features=stores,
-    )
+    own = replace(base.data, keep=options.keep, bad_share=1.0, augment=augment)  # `extract` names what is bad
+    own = replace(own, image_features=stores, text_features=stores)
     batch = 1 << max(1, (photos // 4).bit_length() - 1) if photos < 4 * BATCH else BATCH
     chosen = small_top(replace(base, data=own, batch=batch))
     return replace(chosen, settings=METHODS[method], seed=options.seed, steps=options.steps or STEPS)

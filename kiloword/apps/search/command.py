@@ -47,12 +47,13 @@ class Search(Device):
 
     Examples:
       kiloword search library "a dog on the beach"
-      kiloword search library --like dog.jpg --page like.html
+      kiloword search library dog.jpg --page like.html
+      kiloword search library "a dog" --also 0.5 beach.jpg -1 snow
     """
 
     library: Positional[Path]  # folder that `kiloword index` wrote
-    query: Positional[str | None] = None  # what the photos should show
-    like: Path | None = None  # photo, in place of the query
+    query: Positional[str]  # what the photos should show, or the file of a photo that they should resemble
+    also: tuple[tuple[float, str], ...] = ()  # further words and photos, each after the weight of its score
     top: int = 10  # number of photos
     within: str = ""  # text that the paths of the photos must contain, such as a folder
     json: Path | None = None  # write the results to this file
@@ -64,21 +65,18 @@ class Search(Device):
         """Search and print. Raises: ValueError for a query, an image or a library that cannot be used."""
         from kiloword.apps.search.index import opened_for
         from kiloword.apps.search.library import Library
-        from kiloword.apps.search.rank import by_image, by_text, shrunk
-        from kiloword.report import Block, Gallery, Page, Text, Tile, made_by, write_page
+        from kiloword.apps.search.rank import find, shrunk
+        from kiloword.data.folders import is_image
+        from kiloword.report import Gallery, Page, Tile, made_by, write_page
 
-        if (self.query is None) == (self.like is None):
-            raise ValueError("search needs a text or --like PHOTO, one of them: kiloword search LIBRARY 'a dog'.")
         if self.top < 1:
             raise ValueError(f"--top is {self.top}: expected at least 1.")
         library = Library(self.library)
         matcher, began = opened_for(self, library), time.perf_counter()
-        if self.like is None:
-            found = by_text(library, matcher, self.query or "", self.top, self.within)
-        else:
-            vec = matcher.encode_image(self.like)["vec"].float().cpu().numpy()
-            found = by_image(library, vec, self.top, self.within)
-        seconds, results, tiles, lost = time.perf_counter() - began, list[dict[str, Any]](), list[Tile](), list[Block]()
+        parts = [(1.0, self.query), *self.also]
+        query: Any = [(Path(part) if is_image(Path(part).name) else part, weight) for weight, part in parts]
+        found = find(library, matcher, query, self.top, self.within)
+        seconds, results, tiles = time.perf_counter() - began, list[dict[str, Any]](), list[Tile]()
         for n, match in enumerate(found, 1):
             cells = library.cells(match.row)
             line = [f"{n:2}", f"{match.score:6.3f}"]
@@ -92,19 +90,19 @@ class Search(Device):
                 try:
                     tiles.append(Tile(shrunk(library.photo(match.row), 320), [*line, cells["path"]]))
                 except ValueError as error:
-                    lost.append(Text(f"{cells['path']}: {error}"))
+                    warn(f"{cells['path']}: {error}")
         where = f" whose path has {self.within!r}" if self.within else ""
         say(f"{len(found)} of {len(library):,} photos{where}, {1000 * seconds:.0f} ms")
-        query = self.like.name if self.like else self.query or ""
+        asked = " ".join([self.query, *(f"{weight:+g} {part}" for weight, part in self.also)])
         if self.json is not None:
-            about = {"query": query, "folder": library.file.folder, "photos": len(library)}
+            about = {"query": asked, "folder": library.file.folder, "photos": len(library)}
             write_json(self.json, about | {"results": results})
         if self.page is not None:
             intro = f"The best {len(found)} of {len(library):,} photos."
             if "uncertainty" in library.features:
                 intro += " u is a photo's uncertainty, high where it fits many texts."
             facts = made_by([self.model or library.file.model], library.file.folder)
-            write_page(self.page, Page(f"“{query}”", intro, {"Photos": [Gallery(tiles), *lost]}, facts))
+            write_page(self.page, Page(f"“{asked}”", intro, {"Photos": [Gallery(tiles)]}, facts))
             say(f"page: {self.page}")
 
 

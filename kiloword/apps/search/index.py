@@ -147,8 +147,8 @@ def opened(
             "--model, or index the photos again in a new folder."
         )
     dim = file.dim if file else dim
-    if dim is not None and (note := keep_prefix_(matcher.model, dim)):
-        warn(f"note: {note}")
+    if dim is not None:
+        keep_prefix_(matcher.model, dim)
     return matcher, name, weights
 
 

@@ -1,4 +1,4 @@
-"""The best photos of a library for a text or an image.
+"""The best photos of a library for texts and images.
 
 All photos are scored exactly, straight from the memory map, where a score is a cosine minus uncertainties. A model that
 compares a photo anew with each text (llip, flair, filip) scores a shortlist, the photos nearest by their vectors.
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from kiloword.api import Matcher
 
 SHORTLIST = 300  # photos scored exactly by a model that compares photos anew with each text
-LONGEST_QUERY = 10_000  # characters
 SCORED = 32  # of them at once, so that their features fit into memory
 Floats = NDArray[np.float32]
+Part = tuple[str | Path | bytes | Floats, float]  # of a query, and its weight
 
 
 @dataclass(frozen=True)
@@ -39,34 +39,41 @@ class Match:
     uncertainty: float | None = None  # of a Gaussian
 
 
-def by_text(library: Library, matcher: Matcher, text: str, top: int, within: str = "") -> list[Match]:
-    """The best photos for a text. Args: within: part of the path that photos must have.
+def find(library: Library, matcher: Matcher, query: list[Part], top: int, within: str = "") -> list[Match]:
+    """The photos whose scores, summed over the parts of a query, are largest.
 
-    Raises: ValueError for a text that is empty or too long.
+    Args: query: texts, and images, whose score is the cosine, or their vectors [D]; each with its weight;
+    within: part of the path that photos must have.
+    Raises: ValueError for an empty text, and an image that cannot be used.
     """
-    text = " ".join(text.split())
-    if not 0 < len(text) <= LONGEST_QUERY:
-        raise ValueError(f"the query has {len(text):,} characters: expected words, at most {LONGEST_QUERY:,}.")
-    model, texts = matcher.model, matcher.encode_text([text])
-    scores = library.features["vec"] @ texts["vec"][0].float().cpu().numpy()
+    scores, words, weights = np.zeros(len(library), np.float32), list[str](), list[float]()
+    for part, weight in query:
+        if not isinstance(part, str):
+            vec = part if isinstance(part, np.ndarray) else matcher.encode_image(part)["vec"].float().cpu().numpy()
+            scores += library.features["vec"] @ (vec * weight)
+            continue
+        if not part.strip():
+            raise ValueError("a part of the query is empty: expected words.")
+        words.append(part)
+        weights.append(weight)
+    if not words:
+        return _best(library, scores, top, within)
+    model, texts, by = matcher.model, matcher.encode_text(words), np.array(weights, np.float32)
+    quick = scores + library.features["vec"] @ (by @ texts["vec"].float().cpu().numpy())
     if "penalty" in library.features:
         assert model.head.uncertainty is not None
         with inference(model):
-            scores -= library.features["penalty"] + model.head.uncertainty.penalty(texts).float().cpu().numpy()
+            of_texts = model.head.uncertainty.penalty(texts).float().cpu().numpy()
+        quick -= library.features["penalty"] * by.sum() + of_texts @ by
     if library.features.keys() <= {"vec", *OF_GAUSSIANS}:
-        return _best(library, scores, top, within)
-    rows = np.sort([match.row for match in _best(library, scores, max(SHORTLIST, top), within)]).astype(np.int64)
+        return _best(library, quick, top, within)
+    rows = np.sort([match.row for match in _best(library, quick, max(SHORTLIST, top), within)]).astype(np.int64)
     exact = np.full_like(scores, -np.inf)
-    for part in chunks(len(rows), SCORED):
+    for some in chunks(len(rows), SCORED):
         with inference(model):
-            of_part = model.score(moved(library.taken(rows[part]), model.device), texts)[:, 0]
-        exact[rows[part]] = of_part.float().cpu().numpy()
+            of_part = model.score(moved(library.taken(rows[some]), model.device), texts).float().cpu().numpy()
+        exact[rows[some]] = scores[rows[some]] + of_part @ by
     return _best(library, exact, top)
-
-
-def by_image(library: Library, vec: Floats, top: int, within: str = "") -> list[Match]:
-    """The photos most like an image by the cosine of their vectors, [D]."""
-    return _best(library, library.features["vec"] @ vec, top, within)
 
 
 def best(scores: Floats, top: int) -> NDArray[np.int64]:

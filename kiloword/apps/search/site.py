@@ -30,7 +30,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kiloword.apps.search.library import Library, version_of
-from kiloword.apps.search.rank import Match, by_image, by_text, shrunk
+from kiloword.apps.search.rank import Match, find, shrunk
 from kiloword.report import Page, plain
 from kiloword.report.render import POLICY, environment
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 SHOWN = 120  # photos of a page, at most
 SIDES = {"thumb": 320, "large": 1280}  # pixels of the longer side
-UPLOAD, UPLOADS, UPLOAD_S = 32 << 20, 4, 30.0  # bytes of an uploaded form; such forms at once; seconds that one takes
+UPLOAD, UPLOAD_S = 32 << 20, 30.0  # bytes of an uploaded form, and seconds that it takes
 SITE_POLICY = POLICY.replace("img-src", "img-src 'self'").replace("form-action 'none'", "form-action 'self'")
 HEADERS = [  # of every answer
     ("Content-Security-Policy", f"{SITE_POLICY}; frame-ancestors 'none'"),
@@ -56,7 +56,7 @@ class Site:
 
     def __init__(self, library: Library, matcher: Matcher) -> None:
         self.library, self.matcher = library, matcher
-        self.one, self.uploads = threading.Lock(), asyncio.Semaphore(UPLOADS)  # the model answers one query at a time
+        self.one = threading.Lock()  # the model answers one query at a time
 
     def now(self) -> Library:
         """The library as it is now. Raises: HTTPException for damage, and a library of another model."""
@@ -77,12 +77,12 @@ class Site:
         within, title, about = asked.get("in", ""), "Search", [f"{len(library):,} photos"]
         if "like" in asked:
             row = _row(library, asked["like"])
-            found = by_image(library, library.features["vec"][row], SHOWN, within)
+            found = find(library, self.matcher, [(library.features["vec"][row], 1)], SHOWN, within)
             title = "More like this"
         elif "q" in asked:
             title = f"“{asked['q'].strip()[:200]}”"
             with self.one:
-                found = by_text(library, self.matcher, asked["q"], SHOWN, within)
+                found = find(library, self.matcher, [(asked["q"], 1)], SHOWN, within)
                 for tokens, read in self.matcher.tokenizer.cut([asked["q"]], self.matcher.model.config.text).values():
                     about.append(f"The query has {tokens} tokens; the model reads {read}.")
         else:
@@ -98,9 +98,7 @@ class Site:
             raise HTTPException(411, "The upload does not say how long it is.")
         if int(length) > UPLOAD:
             raise HTTPException(413, f"The photo has more than {UPLOAD >> 20} MiB: choose a smaller one.")
-        if self.uploads.locked():
-            raise HTTPException(503, "Other photos are being uploaded: try again.")
-        async with self.uploads, asyncio.timeout(UPLOAD_S), request.form(max_files=1, max_fields=1) as form:
+        async with asyncio.timeout(UPLOAD_S), request.form(max_files=1, max_fields=1) as form:
             file = form.get("image")
             image = await file.read() if isinstance(file, UploadFile) else b""
         if not image:
@@ -111,10 +109,10 @@ class Site:
         library = self.now()
         try:
             with self.one:
-                vec = self.matcher.encode_image(image)["vec"].float().cpu().numpy()
+                found = find(library, self.matcher, [(image, 1)], SHOWN)
         except ValueError as error:
             raise HTTPException(400, f"The photo cannot be used: {error.__cause__ or error}") from None
-        return _page("Photos like yours", [], {}, by_image(library, vec, SHOWN), library)
+        return _page("Photos like yours", [], {}, found, library)
 
     def image(self, request: Request) -> Response:
         """A photo as a JPEG without anything else of its file."""

@@ -8,18 +8,16 @@ from contextlib import suppress
 from pathlib import Path
 from textwrap import wrap
 
-import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from kiloword.data.images.decode import decode
 from kiloword.files import write_atomic
-from kiloword.randomness import key
+from kiloword.randomness import generator
 from kiloword.types import BadSample, Record, Source, indices_of
 
 _COLUMNS, TILES = 6, 24
 _TILE, _IMAGE, _GAP = (240, 280), (240, 180), 16  # pixels: width and height, gap between tiles
 _LINES, _LETTERS, _FONT = 5, 36, 13  # caption lines, letters a line, font size
-_INK, _FAINT, _EDGE = (20, 20, 20), (130, 130, 130), (215, 215, 215)
 
 
 def contact_sheet(source: Source, path: Path) -> None:
@@ -27,7 +25,7 @@ def contact_sheet(source: Source, path: Path) -> None:
 
     Errors: ValueError when none of 240 samples is readable, or the file cannot be written.
     """
-    rng = np.random.Generator(np.random.Philox(key(source.fingerprint, "contact sheet")))
+    rng = generator(source.fingerprint, "contact sheet")
     rows, shown = iter(rng.permutation(len(source))[: 10 * TILES].tolist()), list[tuple[Image.Image, str, int]]()
     while len(shown) < TILES and (row := next(rows, None)) is not None:
         with suppress(BadSample):
@@ -40,15 +38,20 @@ def contact_sheet(source: Source, path: Path) -> None:
 
 
 def draw_tiles(shown: Sequence[tuple[Image.Image, str, int]], path: Path) -> None:
-    """Write a PNG of images, each with a text below it. Args: shown: (image, text, number of its captions).
+    """Write a PNG of images, each with a caption below it. Args: shown: (image, caption, number of its captions).
 
     Errors: ValueError when the file cannot be written.
     """
     across, down = _TILE[0] + _GAP, _TILE[1] + _GAP
-    sheet = Image.new("RGB", (_GAP + _COLUMNS * across, _GAP - -len(shown) // _COLUMNS * down), "white")
-    for place, one in enumerate(shown):
+    sheet = Image.new("RGB", (_GAP + _COLUMNS * across, _GAP - -len(shown) // _COLUMNS * down), "whitesmoke")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(_FONT)
+    for place, (image, caption, captions) in enumerate(shown):
         row, column = divmod(place, _COLUMNS)
-        sheet.paste(_tile(*one), (_GAP - 1 + column * across, _GAP - 1 + row * down))
+        x, y = _GAP + column * across, _GAP + row * down
+        sheet.paste(ImageOps.contain(image, _IMAGE), (x, y))
+        lines = wrap(caption[:400], _LETTERS, max_lines=_LINES - (captions > 1), placeholder="...")
+        lines += [f"+ {captions - 1} more"] * (captions > 1)
+        draw.text((x, y + _IMAGE[1] + 6), "\n".join(lines), "black", font)
     file = io.BytesIO()
     sheet.save(file, "PNG")
     write_atomic(path, file.getvalue())
@@ -60,14 +63,3 @@ def _caption(source: Source, record: Record) -> str:
     names = getattr(source, "classnames", None) or []
     classes = indices_of(record.label)
     return ", ".join(names[label] if label < len(names) else f"class {label}" for label in classes) or "no class"
-
-
-def _tile(image: Image.Image, caption: str, captions: int) -> Image.Image:
-    """The image in a frame, its caption, and how many more there are."""
-    tile = Image.new("RGB", (_TILE[0] + 2, _TILE[1] + 2), "white")
-    tile.paste(ImageOps.expand(ImageOps.contain(image, _IMAGE), 1, _EDGE))
-    draw, font = ImageDraw.Draw(tile), ImageFont.load_default(_FONT)
-    lines = wrap(caption[:400], _LETTERS, max_lines=_LINES - (captions > 1), placeholder="...")
-    for n, line in enumerate([*lines, f"+ {captions - 1} more"] if captions > 1 else lines):
-        draw.text((1, _IMAGE[1] + 7 + 17 * n), line, _INK if n < len(lines) else _FAINT, font)
-    return tile

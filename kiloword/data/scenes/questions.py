@@ -42,11 +42,6 @@ class Question:
     answer: str
     kind: str
 
-    @property
-    def answer_type(self) -> str:
-        """As VQA groups answers: yes/no, number, other."""
-        return {"yes/no": "yes/no", "count": "number"}.get(self.kind, "other")
-
 
 def ask(scene: Scene, choices: int) -> Question:
     """A question about the scene. Args: choices: any number from 0, which selects the question and its words."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
-from kiloword.data.query import Readers, read_options
+from kiloword.data.query import Readers, levels_of, read_options, within
 from kiloword.data.scenes import questions
 from kiloword.data.scenes.captions import chain, describe, parse, render
 from kiloword.data.scenes.query import Bools, truth_table
@@ -29,10 +29,11 @@ from kiloword.data.scenes.world import (
     label,
     to_scene,
 )
+from kiloword.errors import refuse
 from kiloword.randomness import generator, key
 from kiloword.types import Record
 
-Levels = tuple[float, float, float, float]  # weights of captions at levels 0 to 3
+Levels = tuple[float, ...]  # weights of captions at levels 0 to 3
 MEASURED = 96  # height and width of the images in which areas are measured
 LARGEST = 1_000_000  # scenes of one data set
 VQA = "vqa"  # the task of questions and answers
@@ -91,14 +92,15 @@ def open_scenes(src: str, size: int = 64) -> ScenesSource | SceneQuestions:
     }
     settings = SceneSettings(split or "train", size=size, **{**defaults, **options})
     unread = {"captions", "inner", "levels"} & options.keys() if task == VQA else set()
-    for wrong, reason in (
-        (unread, f"task=vqa has questions and answers in place of captions; omit {', '.join(sorted(unread))}="),
-        (not set(objects) <= set(known), f"task={task} has images of one object; omit objects="),
-        (hard and settings.inner, "inner=1 states no places, by which captions of hard=shape differ; choose one"),
-        (hard and settings.n % GROUP, f"hard=shape makes groups of {GROUP}; n={settings.n} is not a multiple of that"),
-    ):
-        if wrong:
-            raise ValueError(f"scenes: {reason}")
+    refuse(
+        {
+            f"task=vqa has questions and answers in place of captions; omit {', '.join(sorted(unread))}=": unread,
+            f"task={task} has images of one object; omit objects=": not set(objects) <= set(known),
+            "inner=1 states no places, by which captions of hard=shape differ; choose one": hard and settings.inner,
+            f"hard=shape makes groups of {GROUP}; n={settings.n} is not a multiple of that": hard
+            and settings.n % GROUP,
+        }
+    )
     return (SceneQuestions if task == VQA else ScenesSource)(settings, src)
 
 
@@ -114,31 +116,24 @@ def _train_rows(objects: tuple[int, ...]) -> int:
     return 10_000 if objects == (1,) else 20_000
 
 
-def _in(allowed: range) -> Callable[[str], int]:
-    return lambda value: allowed[allowed.index(int(value))]
-
-
 def _levels(value: str) -> Levels:
-    weights = [0.0] * 4
-    for item in value.split(","):
-        level, colon, weight = item.partition(":")
-        weights[_in(range(4))(level)] = float(weight) if colon else 1.0
-    if not (any(weights) and all(0 <= weight <= 1e6 for weight in weights)):
+    weights = levels_of(value)
+    if max(weights) > 3:
         raise ValueError(value)
-    return (weights[0], weights[1], weights[2], weights[3])
+    return tuple(weights.get(level, 0.0) for level in range(4))
 
 
 _READERS: Readers = {
-    "captions": (_in(range(1, 101)), "captions an image, 1 to 100"),
+    "captions": (within(range(1, 101)), "captions an image, 1 to 100"),
     "hard": ({"shape": True}.__getitem__, "shape"),
     "inner": ({"0": False, "1": True}.__getitem__, "0 or 1"),
     "levels": (_levels, "levels 0 to 3 with or without weights, as 2,3 or 1:1,2:2,3:4"),
-    "n": (_in(range(1, LARGEST + 1)), f"a number of images, 1 to {LARGEST}"),
+    "n": (within(range(1, LARGEST + 1)), f"a number of images, 1 to {LARGEST}"),
     "objects": (
-        lambda value: tuple(sorted({_in(range(1, 4))(v) for v in value.split(",")})),
+        lambda value: tuple(sorted({within(range(1, 4))(v) for v in value.split(",")})),
         "numbers of objects from 1 to 3, as 1 or 2,3",
     ),
-    "seed": (_in(range(2**31)), "a whole number from 0 up"),
+    "seed": (within(range(2**31)), "a whole number from 0 up"),
     "task": ({task: task for task in (*TASKS, VQA)}.__getitem__, f"one of {', '.join((*TASKS, VQA))}"),
 }
 
@@ -159,7 +154,7 @@ class _Scenes:
         self.classnames = list(task.classnames) if task else None
         self.templates = list(task.templates) if task else []  # `{c}` stands for the class name
 
-    def __reduce__(self) -> tuple[type[Self], tuple[SceneSettings, str]]:
+    def __reduce__(self) -> Any:
         return type(self), (self.settings, self.name)
 
     def __len__(self) -> int:
@@ -257,7 +252,8 @@ class SceneQuestions(_Scenes):
     def content(self, scene: Scene, row: int) -> tuple[list[str], dict[str, Any]]:
         """The answer; the question and its type."""
         asked = self.asked(row)
-        types = {"question_type": asked.kind, "answer_type": asked.answer_type, "scene": scene.describe()}
+        group = {"yes/no": "yes/no", "count": "number"}.get(asked.kind, "other")  # as VQA groups answers
+        types = {"question_type": asked.kind, "answer_type": group, "scene": scene.describe()}
         return [asked.answer], {"question": asked.words, "answers": [asked.answer], **types}
 
     def majority(self) -> Mapping[str | None, str]:
@@ -298,8 +294,8 @@ class SceneParts:
     def record(self, row: int) -> Record:
         """The image and its place in the chain, without captions."""
         which, level = divmod(row, self.levels)
-        group = self.source.key(int(self.scenes[which]))
-        scene = self.source.scene(int(self.scenes[which]))
+        whole = int(self.scenes[which])
+        group, scene = self.source.key(whole), self.source.scene(whole)
         largest = sorted(scene.things, key=lambda thing: -area(thing))[: level + 1]
         part = replace(scene, things=tuple(t for t in scene.things if t in largest))
         parent = f"{group}-{level - 1}" if level else None

@@ -105,7 +105,8 @@ class Tokenizer:
         if getattr(backend.model, "dropout", None):
             backend.model.dropout = None  # the same caption would get other tokens each time
         bpe: Clean = "clip" if getattr(backend.model, "end_of_word_suffix", None) == "</w>" else "plain"
-        self.clean = "encodable" if roles.verbatim else "siglip" if isinstance(backend.model, models.Unigram) else bpe
+        siglip = isinstance(backend.model, models.Unigram) or getattr(backend.model, "byte_fallback", False)
+        self.clean = "encodable" if roles.verbatim else "siglip" if siglip else bpe
         # "<mask>" in a caption is text; only CLIP's pattern finds its two markers in captions.
         backend.encode_special_tokens = self.clean != "clip"
         self._words = lru_cache(REMEMBERED)(self._encode)  # captions of small data sets recur
@@ -262,19 +263,13 @@ def clip_tokenizer_from(merges: Sequence[tuple[str, str]]) -> Tokenizer:
     return Tokenizer(backend, Roles(start=n - 2, end=n - 1, pad=0, mask=n, cls=n + 1, unc=n + 2))
 
 
-def siglip_tokenizer(path: str | Path) -> Tokenizer:
-    """SigLIP's sentencepiece vocabulary from a `tokenizer.json`, as model hubs ship it.
+def tokenizer_from(document: str, lower: bool = False) -> Tokenizer:
+    """The tokenizer of a `tokenizer.json`: kiloword's, one that kiloword exported, CLIP's, SigLIP's or SigLIP 2's.
 
-    Canonicalises captions (lower case, no punctuation), has no start token, ends and pads with id 1.
-    Errors: ValueError when the file is missing or of another kind.
-    """
-    return tokenizer_from(read_document(Path(path)))
+    SigLIP's canonicalises captions (lower case, no punctuation), has no start token, ends and pads with id 1. SigLIP
+    2's is Gemma's; open_clip canonicalises its captions too.
 
-
-def tokenizer_from(document: str) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json`: kiloword's, one that kiloword exported, CLIP's or SigLIP's.
-
-    Raises: ValueError for others.
+    Args: lower: captions of SigLIP 2 are lower-cased alone, as by transformers. Raises: ValueError for others.
     """
     backend, parsed = tokenizers.Tokenizer.from_str(document), json.loads(document)
     template, model, n = parsed.get("post_processor") or {}, parsed["model"], backend.get_vocab_size()
@@ -285,12 +280,18 @@ def tokenizer_from(document: str) -> Tokenizer:
         return Tokenizer(backend, Roles(**names, prefix=prefix, verbatim=_VERBATIM in stored))
     if model.get("type") == "Unigram":
         return Tokenizer(backend, Roles(start=n + 3, end=1, pad=1, mask=n, cls=n + 1, unc=n + 2, prefix=False))
+    end, pad = map(backend.token_to_id, ("<eos>", "<pad>"))
+    if model.get("byte_fallback") and end is not None and pad is not None:
+        if lower:
+            backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), backend.normalizer])
+        ids = {"start": n + 3, "end": end, "pad": pad, "mask": n, "cls": n + 1, "unc": n + 2}
+        return Tokenizer(backend, Roles(**ids, prefix=False, verbatim=lower))
     if model.get("end_of_word_suffix") == "</w>":
         merges = [pair.split() if isinstance(pair, str) else pair for pair in model["merges"]]
         return clip_tokenizer_from([(first, second) for first, second in merges])
     raise ValueError(
         f"this tokenizer.json holds a {model.get('type', 'nameless')} model of another kind: expected one of kiloword, "
-        "whose special ids follow its words, CLIP's or SigLIP's (a sentencepiece unigram model)."
+        "whose special ids follow its words, CLIP's, SigLIP's (a sentencepiece unigram model) or SigLIP 2's (Gemma's)."
     )
 
 
@@ -307,23 +308,23 @@ def vocabulary(name: str) -> Tokenizer:
     """
     if name == "clip":
         return clip_tokenizer()
-    if name == "siglip":
-        return siglip_tokenizer(_downloaded_siglip())
-    path = Path(name)
+    path = _downloaded_siglip() if name == "siglip" else Path(name)
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"--tokenizer {name} is no file: expected own, clip, siglip, or {_EXPECTED}.")
     return clip_tokenizer(path) if path.suffix in (".gz", ".txt") else tokenizer_from(read_document(path))
 
 
-def encoder_tokenizer(document: str, rows: int, pad: int | None = None, lower: bool = False) -> Tokenizer:
+def encoder_tokenizer(
+    document: str, rows: int, pad: int | None = None, lower: bool = False, ends: bool = True
+) -> Tokenizer:
     """The tokenizer of another library's text encoder: captions get the ids that this library gives them.
 
     Its first and last special token are start and end; class and uncertainty token follow its vocabulary, as does the
     mask token where it has none. Padding and truncation are removed.
 
     Args: document: the text of a tokenizer.json; rows: of the encoder's table; pad:
-    id of its pads; lower: captions are lower-cased first.
+    id of its pads; lower: captions are lower-cased first; ends: False puts a pad in place of the end.
     Raises: ValueError for a tokenizer without an end token, or with ids that the table has no rows for.
     """
     backend = tokenizers.Tokenizer.from_str(document)
@@ -346,6 +347,7 @@ def encoder_tokenizer(document: str, rows: int, pad: int | None = None, lower: b
     mask = next((i for i in map(found, ("[MASK]", "<mask>")) if i is not None), highest + 3)
     own_pad = next((i for i in map(found, ("[PAD]", "<pad>")) if i is not None), end)
     pad, start = own_pad if pad is None else pad, whole[0] if before else end
+    end = end if ends else pad
     special = {"start": start, "end": end, "pad": pad, "mask": mask, "cls": highest + 1, "unc": highest + 2}
     return Tokenizer(backend, Roles(**special, prefix=bool(before), verbatim=True))
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -39,13 +40,11 @@ from kiloword.data.text.eda import eda, read_synonyms
 from kiloword.data.transforms.settings import (
     ComposeSettings,
     CutmixSettings,
-    HalfSettings,
-    MixingSettings,
     MixupSettings,
     PartnerSettings,
     StylisticSettings,
 )
-from kiloword.randomness import Draw, key, permutation
+from kiloword.randomness import Draw, permutation
 from kiloword.types import BadSample, Example, Fetch, Source
 
 Partners = NDArray[np.integer[Any]]  # [N] the partner of every row; -1 for a row that cannot be read
@@ -62,7 +61,8 @@ def share(rho: float | None, rows: int) -> float:
 class _Mix:
     """Base class: whether to mix, in which order, and which parts."""
 
-    settings: MixingSettings
+    settings: Any  # `MixingSettings`
+    rewrites: Mapping[tuple[str, str], list[str]] = MappingProxyType({})  # captions of pairs of samples, by their keys
 
     def __post_init__(self) -> None:
         check(self.settings, prefix="")
@@ -77,7 +77,11 @@ class _Mix:
         if self.settings.parts != "captions":
             image = (self._tokens if image.dim() == 2 else self._image)(own, other.image, own_first, rng)
         if self.settings.parts != "images":
-            captions = self._captions(example, other, own_first)
+            names = example.key, other.key
+            if texts := self.rewrites.get(names) or self.rewrites.get(names[::-1]):
+                captions = [texts[n % len(texts)] for n in range(len(captions))]
+            else:
+                captions = joined(captions, other.captions, self.settings.merge, own_first)
         return replace(example, image=image, captions=captions, composed=True)
 
     def _pair(self, example: Example, fetch: Fetch, draw: Draw, rng: np.random.Generator) -> tuple[Tensor, Example]:
@@ -85,7 +89,11 @@ class _Mix:
         raise NotImplementedError
 
     def _image(self, image: Tensor, other: Tensor, own_first: bool, rng: np.random.Generator) -> Tensor:
-        raise NotImplementedError
+        """Halves of both, as `HalfSettings` say."""
+        side_by_side = bool(rng.random() < 0.5)
+        swapped = self.settings.image_order == "follows_caption" and not own_first
+        first, second = (other, image) if swapped else (image, other)
+        return halves(first, second, side_by_side, self.settings.crop == "squash")
 
     def _tokens(self, tokens: Tensor, other: Tensor, own_first: bool, rng: np.random.Generator) -> Tensor:
         """Mix token maps like images; a further channel, of ones and zeros, says how much is the example's own."""
@@ -95,9 +103,6 @@ class _Mix:
         before = len(tokens) - own_map[0].numel()
         first = blend(tokens[:before], other[:before], float(mixed[-1].double().mean()))
         return torch.cat([first, mixed[:-1].flatten(1).T])
-
-    def _captions(self, example: Example, other: Example, own_first: bool) -> list[str]:
-        return joined(example.captions, other.captions, self.settings.merge, own_first)
 
 
 @dataclass(frozen=True)
@@ -150,12 +155,7 @@ class WithPartner(_Mix):
     def _pair(self, example: Example, fetch: Fetch, draw: Draw, rng: np.random.Generator) -> tuple[Tensor, Example]:
         """The partner is augmented by independent draws, not with the crop and flip of the example."""
         row = self.partner(example.row, len(fetch), draw, rng)
-        return example.image, fetch.example(row, _apart(draw, "partner"))
-
-    def _captions(self, example: Example, other: Example, own_first: bool) -> list[str]:
-        if texts := either(self.rewrites, example.key, other.key):
-            return [texts[n % len(texts)] for n in range(len(example.captions))]
-        return super()._captions(example, other, own_first)
+        return example.image, fetch.example(row, draw.other("partner"))
 
 
 @dataclass(frozen=True)
@@ -163,9 +163,6 @@ class Compose(WithPartner):
     """CLIP-C: the centre halves of two images joined along width or height, and both captions."""
 
     settings: ComposeSettings
-
-    def _image(self, image: Tensor, other: Tensor, own_first: bool, rng: np.random.Generator) -> Tensor:
-        return _halves(image, other, own_first, self.settings, rng)
 
 
 @dataclass(frozen=True)
@@ -208,18 +205,15 @@ class Stylistic(_Mix):
                 "the transform stylistic composes two crops of one image, and cached tokens hold one view of it: train "
                 "on images, or choose another transform, such as compose."
             )
-        image, again = example.image, fetch.example(example.row, _apart(draw, "again"))
+        image, again = example.image, fetch.example(example.row, draw.other("again"))
         words, synonyms = draw.rng("eda"), read_synonyms(self.settings.synonyms)
         other = replace(again, captions=[eda(c, synonyms, self.settings.edits, words) for c in example.captions])
         if fetch.crops:
             return image, other
         crop = TrainTransform(image.shape[-1], AugmentConfig(crop=self.settings.least_area))
         pixels = image.permute(1, 2, 0).numpy()
-        first, second = (crop(pixels, _apart(draw, f"{name} crop")) for name in ("first", "second"))
+        first, second = (crop(pixels, draw.other(f"{name} crop")) for name in ("first", "second"))
         return first, replace(other, image=second)
-
-    def _image(self, image: Tensor, other: Tensor, own_first: bool, rng: np.random.Generator) -> Tensor:
-        return _halves(image, other, own_first, self.settings, rng)
 
 
 def pairs_table(source: Source, transform: WithPartner, seed: int) -> pa.Table:
@@ -241,18 +235,6 @@ def joined(captions: Sequence[str], others: Sequence[str], merge: str, own_first
     """Join each caption with one of `others`, in the order of `own_first`; as many as `captions`."""
     pairs = [(caption, others[n % len(others)]) for n, caption in enumerate(captions)]
     return [merge.join(pair if own_first else pair[::-1]) for pair in pairs]
-
-
-def _halves(image: Tensor, other: Tensor, own_first: bool, settings: HalfSettings, rng: np.random.Generator) -> Tensor:
-    side_by_side = bool(rng.random() < 0.5)
-    swapped = settings.image_order == "follows_caption" and not own_first
-    first, second = (other, image) if swapped else (image, other)
-    return halves(first, second, side_by_side, settings.crop == "squash")
-
-
-def _apart(draw: Draw, purpose: str) -> Draw:
-    """Independent draws for the same row and epoch."""
-    return replace(draw, seed=key(draw.seed, purpose))
 
 
 def as_map(tokens: Tensor) -> Tensor:
@@ -338,11 +320,6 @@ def read_rewrites(path: str, source: Source) -> Rewrites:
             f"{path}: no row names two samples of {source.name}, the first is {first}. Was it made of other data?"
         )
     return rewrites
-
-
-def either(rewrites: Rewrites, key: str | None, partner: str | None) -> list[str]:
-    """Captions of a pair, in either order; [] if there are none."""
-    return rewrites.get((key, partner)) or rewrites.get((partner, key)) or []  # type: ignore[arg-type]
 
 
 def named(source: Source, path: str) -> Partners:

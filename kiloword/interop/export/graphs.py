@@ -99,16 +99,22 @@ class TextGraph(nn.Module):
             self.head.set_submodule(name, PaddedPool(pool))
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
-        tower, valid = self.tower, attention_mask > 0
-        count, longest = input_ids.shape
-        packing = Padded(input_ids, 0, input_ids, input_ids, input_ids, valid)
-        x = F.embedding(input_ids, tower.tokens) + tower.positions[:longest]
-        for block in tower.blocks:
-            x = block(x, packing, tower.config.causal)
+        tower, (count, longest) = self.tower, input_ids.shape
+        trunk: Any = tower.trunk
+        place = torch.arange(longest, device=input_ids.device)
+        packing = Padded(input_ids, 0, input_ids, place, input_ids, attention_mask > 0)
         # as if packed, with gaps: heads read tokens by their place from the end
-        ends = torch.arange(count, device=x.device) * longest + attention_mask.sum(1)
+        ends = torch.arange(count, device=input_ids.device) * longest + attention_mask.sum(1)
         texts = Texts(input_ids, torch.cat([ends[:1] * 0, ends]), 0)
-        features = self.head.text(tower.norm(x).flatten(0, 1), texts)
+        if tower.config.trunk.whole:
+            x = trunk.vectors(input_ids, attention_mask)[:, None].expand(-1, longest, -1)
+        else:
+            words = F.embedding(input_ids, tower.tokens) if trunk is None else trunk.tokens(texts, packing)
+            x = (words if tower.stem is None else tower.stem(words)) + tower.positions[:longest]
+            for block in tower.blocks:
+                x = block(x, packing, tower.config.causal)
+            x = tower.norm(x)
+        features = self.head.text(x.flatten(0, 1), texts)
         return tuple(features[name] for name in self.outputs)
 
 
@@ -183,41 +189,57 @@ def write_torch(source: Exported, folder: Path) -> list[str]:
 
 def write_onnx(source: Exported, folder: Path) -> list[str]:
     """image.onnx and text.onnx, run by onnxruntime. Raises: ValueError where a library is missing."""
-    try:
-        import onnxruntime
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise ValueError(needs("an export to onnx", error.name or "onnxruntime", "onnx")) from error
-
-    def difference(graph: Graph, path: Path) -> float:
-        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-        return graph.difference(lambda inputs: session.run(None, {n: x.numpy() for n, x in inputs.items()}))
-
     lines = []
     for graph in graphs(source, "onnx"):
         path = folder / f"{graph.name}.onnx"
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of names of axes, and of its own deprecations
-            torch.onnx.export(
-                graph.module,
-                (),
-                str(path),
-                kwargs=graph.inputs,
-                input_names=list(graph.inputs),
-                output_names=list(graph.outputs),
-                dynamic_shapes=graph.varies,
-                dynamo=True,
-                verbose=False,
-                external_data=True,
-            )
-        what = f"{path.name} at batches 1, 3, 5"
-        lines.append(check_close(what, difference(graph, path)))
+        lines.append(check_close(f"{path.name} at batches 1, 3, 5", save_onnx(graph, path)))
         if source.precision != "fp32":
             _reduce(path, source.precision)
-            least = f"{what}, {source.precision}: largest difference {difference(graph, path):.2g}"
+            least = (
+                f"{path.name} at batches 1, 3, 5, {source.precision}: largest difference {run_onnx(graph, path):.2g}"
+            )
             source.notes.append(f"Precision: {least}.")
     write_readers(source, folder)
     return lines
+
+
+def save_onnx(graph: Graph, path: Path, names: Sequence[str] = ()) -> float:
+    """Write a graph as ONNX, weights beside it where a file cannot hold them. Returns: its difference.
+
+    Args: names: of inputs.
+    Raises: ValueError where a library is missing.
+    """
+    try:
+        import onnxruntime  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ValueError(needs("an export to onnx", error.name or "onnxruntime", "onnx")) from error
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of names of axes, and of its own deprecations
+        torch.onnx.export(
+            graph.module,
+            (),
+            str(path),
+            kwargs=graph.inputs,
+            input_names=list(names or graph.inputs),
+            output_names=list(graph.outputs),
+            dynamic_shapes=graph.varies,
+            dynamo=True,
+            verbose=False,
+            external_data=sum(p.nbytes for p in graph.module.parameters()) > 2e9,  # bytes that a file holds
+        )
+    return run_onnx(graph, path)
+
+
+def run_onnx(graph: Graph, path: Path) -> float:
+    """The difference of an ONNX file from the source, by onnxruntime."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    names = [one.name for one in session.get_inputs()]
+    return graph.difference(
+        lambda inputs: session.run(None, dict(zip(names, (x.numpy() for x in inputs.values()), strict=True)))
+    )
 
 
 def _reduce(path: Path, precision: Precision) -> None:
@@ -226,18 +248,14 @@ def _reduce(path: Path, precision: Precision) -> None:
     from onnxruntime.quantization import quantize_dynamic
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
-    inner = path.parent / precision
-    inner.mkdir()
+    less = path.with_suffix(".less")
     logging.disable(logging.WARNING)  # advice of onnxruntime on shapes, which are known here
     try:
         if precision == "int8":
-            quantize_dynamic(str(path), str(inner / path.name), use_external_data_format=True)
+            quantize_dynamic(str(path), str(less))
         else:
-            half = convert_float_to_float16(onnx.load(str(path)), keep_io_types=True)
-            onnx.save(half, str(inner / path.name), save_as_external_data=True, location=f"{path.name}.data")
+            onnx.save(convert_float_to_float16(onnx.load(str(path)), keep_io_types=True), str(less))
     finally:
         logging.disable(logging.NOTSET)
-    path.with_name(f"{path.name}.data").unlink()
-    for part in inner.iterdir():
-        part.replace(path.parent / part.name)
-    inner.rmdir()
+    path.with_name(f"{path.name}.data").unlink(missing_ok=True)
+    less.replace(path)

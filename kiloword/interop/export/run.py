@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kiloword.files import new_folder, write_atomic
-from kiloword.interop.export import graphs, to_open_clip, to_transformers
+from kiloword.interop.export import graphs, to_immich, to_open_clip, to_transformers
 from kiloword.interop.export.source import Exported, Precision
 from kiloword.interop.export.weights import write_weights
+from kiloword.model.trunks.libraries import torchvision_lines
 from kiloword.models.card import CARD, card
 from kiloword.models.trust import NONE, Trust
 from kiloword.terminal import say
@@ -19,6 +20,7 @@ WRITERS: dict[str, Callable[[Exported, Path], list[str]]] = {
     "onnx": graphs.write_onnx,
     "sentence-transformers": to_transformers.write_sentence,
     "torch": graphs.write_torch,
+    "immich": to_immich.write,
     "safetensors": write_weights,
 }
 PHOTOS = (
@@ -27,7 +29,7 @@ PHOTOS = (
 )
 LOAD = {  # lines of Python for the card
     "open_clip": (
-        "import open_clip",
+        "import open_clip  # pip install open_clip_torch transformers",
         'model, _, preprocess = open_clip.create_model_and_transforms("local-dir:FOLDER")',
         'tokenizer = open_clip.get_tokenizer("local-dir:FOLDER")',
     ),
@@ -40,9 +42,10 @@ LOAD = {  # lines of Python for the card
         "import onnxruntime",
         'images = onnxruntime.InferenceSession("FOLDER/image.onnx")',
         'features = images.run(["vec"], {"pixel_values": pixels})  # float32 [I, 3, H, W], normalised',
+        'texts = onnxruntime.InferenceSession("FOLDER/text.onnx")  # input_ids, attention_mask: int64 [T, L]',
     ),
     "sentence-transformers": (
-        "from sentence_transformers import SentenceTransformer",
+        "from sentence_transformers import SentenceTransformer  # pip install sentence-transformers",
         'features = SentenceTransformer("FOLDER").encode(["a dog"])',
     ),
     "torch": (
@@ -50,6 +53,7 @@ LOAD = {  # lines of Python for the card
         'images = torch.export.load("FOLDER/image.pt2").module()',
         "features, *_ = images(pixel_values=pixels)  # float32 [I, 3, H, W], normalised",
     ),
+    "immich": ("# copy FOLDER to clip/NAME of Immich's model cache, NAME being one of its list, as ViT-B-32__openai",),
     "safetensors": ("from safetensors.torch import load_file", 'weights = load_file("FOLDER/weights.safetensors")'),
 }
 
@@ -70,4 +74,5 @@ def run(target: str, name: str, out: Path, trust: Trust = NONE, precision: Preci
         write_atomic(work / CARD, card(source.file, source.folder, LOAD[target], source.notes, target).encode())
         for path in filter(Path.is_file, work.rglob("*")):
             path.chmod((work / CARD).stat().st_mode)  # safetensors lets the owner alone read its files
-    say(*lines, *source.notes, f"written: {out}")
+    fits = torchvision_lines() if target in ("open_clip", "transformers", "sentence-transformers") else []
+    say(*lines, *source.notes, f"written: {out}", *fits)

@@ -27,8 +27,6 @@ LIMIT = 1e-4  # largest difference of a feature
 TEXTS = ["a dog", "A Photo of  two cats", "a red circle left of a blue star " * 40, "!", "a man's 3 dogs, at 10"]
 CLIP = {  # settings that other libraries' CLIP has
     "image.tower": "vit",
-    "image.trunk.name": "",
-    "text.trunk.name": "",
     "image.stem": "linear",
     "image.stem_bias": False,
     "image.class_token": True,
@@ -53,8 +51,6 @@ SIGLIP = CLIP | {
     "head.text_projection_bias": True,
 }
 GRAPHS = {  # settings of models that are graphs
-    "image.trunk.name": "",
-    "text.trunk.name": "",
     "text.uncertainty_blocks": 0,
     "text.class_place": "next",
     "text.class_sees_itself": True,
@@ -122,9 +118,9 @@ class Exported:
         return [check_close(w, largest_difference(x, {"vec": F.normalize(y, dim=-1)})) for w, x, y in pairs]
 
     def unlike(self, settings: Mapping[str, object]) -> list[str]:
-        """What of the model differs from settings, such as "image.stem is 'conv'"."""
-        actual = {name: reduce(getattr, name.split("."), self.config) for name in settings}
-        return [f"{name} is {actual[name]!r}" for name, value in settings.items() if actual[name] != value]
+        """What of the model differs from settings, such as "image.stem is 'conv', not 'linear'"."""
+        have = {name: reduce(getattr, name.split("."), self.config) for name in settings}
+        return [f"{name} is {have[name]!r}, not {value!r}" for name, value in settings.items() if have[name] != value]
 
     def check_graphs(self, target: str) -> None:
         """Raises: ValueError where no graph computes what the model does."""
@@ -139,13 +135,18 @@ class Exported:
     def check_dual(self, target: str) -> None:
         """Raises: ValueError where the model is neither a CLIP nor a SigLIP, naming what differs and what to use."""
         reasons = self.unlike(SIGLIP if self.siglip else CLIP)
+        if trunk := self.config.image.trunk.name or self.config.text.trunk.name:
+            reasons = [f"it stands on {trunk}, a tower of another library"]
         if self.model.head.uncertainty is not None:
             reasons.insert(0, "its features are Gaussians")
         if type(self.model.head.pooling) is not Single:
             reasons.insert(0, "its head does not make one vector per image and text")
         if reasons:
             self.check_graphs(target)
-            raise ValueError(f"{target} cannot express this model: {'; '.join(reasons)}. onnx and torch take it.")
+            raise ValueError(
+                f"{target} cannot express this model: {'; '.join(reasons)}. onnx and torch take it; docs/export.md "
+                "has the flags of a training that fits."
+            )
 
 
 def largest_difference(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> float:

@@ -9,12 +9,11 @@ import torch
 from safetensors.torch import save_file
 
 from kiloword.config.recipes import ImageConfig, TextConfig
-from kiloword.errors import needs
 from kiloword.files import write_json
 from kiloword.interop.export.source import TEXTS, Exported
 from kiloword.interop.export.weights import inverted
 from kiloword.interop.export.words import write_tokenizer
-from kiloword.model.trunks.libraries import torchvision_ready
+from kiloword.model.trunks.libraries import pip, torchvision_ready
 
 NAMES = {768: "base", 1024: "large", 1152: "so400m"}  # of timm's SigLIP towers, by width
 
@@ -26,7 +25,8 @@ def write(source: Exported, folder: Path) -> list[str]:
     try:
         import open_clip
     except ImportError as error:
-        raise ValueError(needs("an export to open_clip", "open_clip_torch", "openclip")) from error
+        line = pip("install", "open_clip_torch", "transformers")
+        raise ValueError(f"an export to open_clip needs open_clip_torch: {line}") from error
     config, preprocess = model_config(source), source.config.preprocess
     if isinstance(preprocess.resize, int):
         source.notes.append(

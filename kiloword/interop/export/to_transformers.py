@@ -12,13 +12,14 @@ from PIL import Image
 from torch import Tensor
 
 from kiloword.config.recipes import ImageConfig, TextConfig
-from kiloword.errors import needs
 from kiloword.files import write_json
 from kiloword.interop.export.source import TEXTS, Exported, check_close, largest_difference
 from kiloword.interop.export.weights import inverted
 from kiloword.interop.export.words import padding_of, write_readers
-from kiloword.interop.hf_clip import ACTIVATIONS, FIELDS, SIZES
-from kiloword.model.trunks.libraries import quiet, transformers
+from kiloword.interop.hf_clip import FIELDS, SIZES
+from kiloword.interop.hf_folder import opened
+from kiloword.model.trunks.bert import ACTIVATIONS
+from kiloword.model.trunks.libraries import pip, quiet, transformers
 
 CROPPED = (
     "Photos: transformers 5 resizes tensors, not images, and its crop may begin one pixel earlier; "
@@ -48,12 +49,10 @@ def write(source: Exported, folder: Path) -> list[str]:
             f"Bias: CLIPModel has none; the source adds {float(source.model.head.bias.detach()):.4f} to its logits, "
             "for sigmoid(logit). Features, cosines and rankings are the same."
         )
-    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    with quiet(library):  # the folder as transformers loads it
-        model = kind.from_pretrained(folder, use_safetensors=True, **local).eval()
-        padding = "max_length" if source.config.text.pad_to_context else True
-        tokenizer = library.AutoTokenizer.from_pretrained(folder, **local)
-        words = tokenizer(TEXTS, padding=padding, truncation=True, return_tensors="pt")
+    model = opened(kind, folder, use_safetensors=True).eval()
+    padding = "max_length" if source.config.text.pad_to_context else True
+    with quiet(library):
+        words = opened(library.AutoTokenizer, folder)(TEXTS, padding=padding, truncation=True, return_tensors="pt")
     names = ("input_ids",) if source.siglip else ("input_ids", "attention_mask")  # SigLIP's tower sees pads
     with torch.no_grad():
         images = model.get_image_features(pixel_values=source.normalised())
@@ -87,7 +86,8 @@ def write_sentence(source: Exported, folder: Path) -> list[str]:
             "text tower sees pads. Export it to transformers."
         )
     if find_spec("sentence_transformers") is None:
-        raise ValueError(needs("this export", "sentence-transformers", "sentence-transformers"))
+        line = pip("install", "sentence-transformers")
+        raise ValueError(f"this export needs sentence-transformers: {line}")
     library, inner = transformers(), folder / "transformers"
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Normalize, Transformer

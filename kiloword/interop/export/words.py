@@ -24,8 +24,10 @@ def write_tokenizer(source: Exported, folder: Path) -> None:
 
     What cleans texts by ftfy is not in them; a note says so. Raises: ValueError where ids of the probes differ.
     """
-    names = _names(source)
-    document, roles = _document(source, names), source.tokenizer.roles
+    backend, roles = tokenizers.Tokenizer.from_str(source.tokenizer.to_bytes().decode()), source.tokenizer.roles
+    # CLIP's vocabulary has no rows for mask, class and uncertainty tokens
+    names = {value: backend.id_to_token(value) or f"<{name}>" for name, value in roles.ids().items()}
+    document = _document(source, names)
     _check_ids(source, document)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -87,13 +89,6 @@ def _document(source: Exported, names: dict[int, str]) -> dict[str, Any]:
     }
     document["padding"] = document["truncation"] = None
     return document
-
-
-def _names(source: Exported) -> dict[int, str]:
-    """The tokens of the special ids; CLIP's vocabulary has no rows for mask, class and uncertainty tokens."""
-    backend = tokenizers.Tokenizer.from_str(source.tokenizer.to_bytes().decode())
-    ids = source.tokenizer.roles.ids()
-    return {value: backend.id_to_token(value) or f"<{name}>" for name, value in ids.items()}
 
 
 def _check_ids(source: Exported, document: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from kiloword.model.attention import Packing
 from kiloword.model.blocks import Keys
 from kiloword.model.decoder import TextDecoder
 from kiloword.model.model import Model
+from kiloword.model.text import prefixes
 from kiloword.randomness import uniform
 from kiloword.types import Batch, Encoded, Texts
 
@@ -233,13 +234,6 @@ def by_image(texts: Texts, batch: Batch, cut: int = 0) -> Texts:
     longest = int(lengths.new_zeros(len(host)).index_add(0, host.image_of_text, lengths).max())
     first = torch.searchsorted(of, torch.arange(len(batch) + 1, device=of.device))
     return replace(texts, starts=texts.starts[first], longest=longest)
-
-
-def prefixes(texts: Texts, cut: int) -> tuple[Tensor, Texts]:
-    """Texts without their last `cut` tokens: the positions [S'] of the remaining tokens, and the shortened texts."""
-    tokens = len(texts.ids) - cut * len(texts)
-    place, before = texts.spans(texts.starts[:-1], texts.starts.diff() - cut, tokens)
-    return place, replace(before, longest=max(texts.longest - cut, 0))
 
 
 def word_loss(x: Tensor, table: Tensor, targets: Tensor, smoothing: float = 0.0, chunk: int = CHUNK) -> Tensor:

@@ -12,6 +12,7 @@ from kiloword.config.recipes import ModelConfig, TextConfig
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.methods.method import Between, Weight
 from kiloword.model.attention import Packing
+from kiloword.model.blocks import as_bool
 from kiloword.model.heads import unit
 from kiloword.model.image import extra, grid
 from kiloword.model.model import Model
@@ -124,8 +125,7 @@ def countable(texts: Texts, packing: Packing, config: TextConfig, settings: Mask
     """[S] bool, the tokens that patches are compared with; for a caption without words its start and end."""
     words = texts.starts.diff() - len(config.extra_tokens)
     if settings.similar_to == "class":  # section 3.3: "a coarse-grained semantic"
-        from_end = place_from_end(config, "cls") if "cls" in config.extra_tokens else len(config.extra_tokens) + 1
-        return packing.place == (texts.starts.diff() - from_end)[packing.text]
+        return packing.place == (texts.starts.diff() - place_from_end(config, "cls"))[packing.text]
     inside = packing.place < words[packing.text]
     if config.pad_to_context:
         ends = (texts.ids == config.special["end"]).long()  # pads may have the same id: the first one is the end
@@ -148,11 +148,6 @@ def complement(masked: Tensor, patches: int) -> Tensor:
     """Indices of the patches not in masked [N, m], ascending: [N, P - m]."""
     # sorted, as `nonzero` would synchronise with the device
     return as_bool(masked, patches).byte().argsort(dim=1, stable=True)[:, : patches - masked.shape[1]]
-
-
-def as_bool(masked: Tensor, patches: int) -> Tensor:
-    """Indices [N, m] -> mask [N, P] bool."""
-    return masked.new_zeros(len(masked), patches, dtype=torch.bool).scatter(1, masked, True)
 
 
 def visible(model: Model, images: Tensor, hidden: Tensor, op: Operation) -> Tensor:

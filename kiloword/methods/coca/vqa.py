@@ -103,12 +103,7 @@ class AnswerLoss(NextWords):
 
 
 def fused(model: Model, questions: Texts, image_tokens: Tensor) -> DecoderMemory:
-    """Memory of the text decoder for I questions about I images. Args: image_tokens [I, E + P, W].
-
-    Raises: ValueError for a model without a fuser.
-    """
-    if "fuser" not in model.more:
-        raise ValueError("this model cannot answer questions: train vqa from it with --init.")
+    """Memory of the text decoder of a model with a fuser for I questions about I images [I, E + P, W]."""
     tokens = model.more["fuser"](model.text_tower, questions, model.memory(image_tokens))
     keys = decoder_of(model).remember(tokens)
     return DecoderMemory([(k[: len(questions.ids)], v[: len(questions.ids)]) for k, v in keys], questions)

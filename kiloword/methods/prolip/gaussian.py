@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kiloword.config.recipes import DEPTH, ModelConfig
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.model.blocks import Init
-from kiloword.model.heads import Pooling, Uncertainty
+from kiloword.model.heads import Pooling, Uncertainty, shares
 from kiloword.model.image import extra
 from kiloword.model.pooling import at_least_float, place_from_end
 from kiloword.types import Features, Texts
@@ -84,7 +84,7 @@ def csd_matrix(a: Features, b: Features) -> Tensor:
     return distance.clamp_min(0) + variance_sum(a)[:, None] + variance_sum(b)
 
 
-def inclusion_matrix(a: Features, b: Features, eps: float = 0.0, form: Form = "paper") -> Tensor:
+def inclusion_matrix(a: Features, b: Features, form: Form = "paper") -> Tensor:
     """H(a in b) of every a with every b, summed over dimensions: [N_a, N_b].
 
     H is not separable, so pairs are computed in blocks; [N_a, N_b, D] is never held.
@@ -97,7 +97,7 @@ def inclusion_matrix(a: Features, b: Features, eps: float = 0.0, form: Form = "p
         ]
         for part, axis in ((a, 1), (b, 0))
     )
-    return torch.cat([torch.cat([inclusion(x, y, eps, form).sum(-1) for y in columns], 1) for x in rows])
+    return torch.cat([torch.cat([inclusion(x, y, form=form).sum(-1) for y in columns], 1) for x in rows])
 
 
 def _gap(a: Features, b: Features) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,8 +192,7 @@ class Gaussian(Uncertainty):
         """
         log_var = at_least_float(texts["log_var"])
         var = log_var.double().exp()  # a variance can underflow or overflow single precision
-        share = torch.ones_like(var[:, 0]) if weights is None else weights.to(var)
-        share = share / share.new_zeros(n).index_add(0, group, share)[group]
+        share = shares(var, group, n, weights)
         share = share.square() if self.settings.ensemble == "of_average" else share
         summed = var.new_zeros(n, var.shape[1]).index_add(0, group, share[:, None] * var)
         return {"log_var": summed.log().to(log_var)}

@@ -15,8 +15,8 @@ from kiloword.model.trunks.trunk import Trunk
 
 ACTIVATIONS: dict[str, Activation] = {  # transformers' names
     "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",  # before the other name of it, as exports write the first
     "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
     "quick_gelu": "quick_gelu",
 }
 OFFSET = ("roberta", "xlm-roberta")  # their first position is that after the pad's

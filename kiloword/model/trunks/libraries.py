@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import shlex
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from kiloword.config.recipes import DEPTH
 from kiloword.errors import needs
@@ -33,17 +36,36 @@ def torchvision_ready() -> torch.library.Library | None:
     if spec is None or spec.origin is None:
         return None
     native = sorted(Path(spec.origin).parent.glob("_C*.so"))
-    try:
+    with suppress(OSError):  # built for another torch: symbols are missing
         for library in native:
             torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
         if native:
             return None
-    except OSError:
-        pass  # built for another torch: symbols are missing
     definitions = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name in ("nms", "qnms"):
         definitions.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
     return definitions
+
+
+def pip(*words: str) -> str:
+    """A command of pip for this environment; the one that installs keeps its torch."""
+    kept = [f"torch=={torch.__version__}"] * ("install" in words)
+    return shlex.join([sys.executable, "-m", "pip", *words, *kept])
+
+
+def torchvision_lines() -> list[str]:
+    """How other libraries are imported here, if torchvision was built for another torch; else no lines."""
+    if torchvision_ready() is None:
+        return []
+    return [
+        f"torchvision was built for another torch than {torch.__version__}, so that `import open_clip` and "
+        "`import sentence_transformers` stop. kiloword works.",
+        f"  transformers and sentence-transformers need no torchvision: {pip('uninstall', '-y', 'torchvision')}",
+        "  open_clip needs one. In Python, before `import open_clip`:",
+        f"    from {__name__} import {torchvision_ready.__name__}; {torchvision_ready.__name__}()",
+        "  Or give open_clip an environment with a torch of its own (6 GB):",
+        "    python3 -m venv open_clip_env && open_clip_env/bin/pip install open_clip_torch transformers",
+    ]
 
 
 def folders_of(package: str) -> list[Path]:
@@ -82,6 +104,15 @@ def unfilled() -> AbstractContextManager[None]:
     module = importlib.import_module(f"transformers.{'initialization' if version_5 else 'modeling_utils'}")
     none: AbstractContextManager[None] = module.no_init_weights()
     return none
+
+
+def without_pooling(encoder: Any) -> Any:
+    """An encoder without a pooling behind its tokens."""
+    if hasattr(encoder, "pooler"):
+        encoder.pooler = None
+    if hasattr(encoder, "head"):
+        encoder.head = nn.Identity()
+    return encoder
 
 
 def check_like(folder: Path, info: Mapping[str, Any], expected: Iterable[str], base: str) -> None:

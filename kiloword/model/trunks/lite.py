@@ -56,7 +56,9 @@ class EfficientNetLite(Trunk):
         self.bn0 = nn.BatchNorm2d(STEM, EPS)
         for n, (repeats, kernel, stride, expansion, channels) in enumerate(STAGES):
             inner = 0 < n < len(STAGES) - 1
-            after = _rounded(channels * variant.wider)
+            wanted = channels * variant.wider
+            after = max(8, int(wanted + 4) // 8 * 8)  # the nearest multiple of 8, or the next, not a tenth below
+            after += 8 * (after < 0.9 * wanted)
             for m in range(math.ceil(repeats * variant.deeper) if inner else repeats):
                 layers.append(InvertedBottleneck(before, after, kernel, 1 if m else stride, expansion))
                 before = after
@@ -120,9 +122,3 @@ def normed(convolution: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
     scale = norm.weight * (var + norm.eps).rsqrt()
     shift = norm.bias - mean * scale
     return torch.addcmul(shift[:, None, None], y, scale[:, None, None].to(y.dtype), out=y)
-
-
-def _rounded(channels: float) -> int:
-    """The nearest multiple of 8 that is not more than a tenth below."""
-    nearest = max(8, int(channels + 4) // 8 * 8)
-    return nearest + 8 if nearest < 0.9 * channels else nearest

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from kiloword.config.recipes import TextConfig
 from kiloword.model.trunks.bert import TYPES, Bert, is_bert, positions_of
-from kiloword.model.trunks.libraries import check_numbers, kept, quiet, transformers, unusable
+from kiloword.model.trunks.libraries import check_numbers, kept, quiet, transformers, unusable, without_pooling
+from kiloword.model.trunks.library import OPEN_CLIP, HfWhole, OpenClipText
 from kiloword.model.trunks.trunk import Trunk
 
 CLASSES = {"clip_text_model": "CLIPTextModel", "siglip_text_model": "SiglipTextModel"}
@@ -22,7 +23,13 @@ def text_trunk(config: TextConfig) -> Trunk:
     Raises: ValueError for a trunk that does not exist, or that does not fit the config.
     """
     name, described = config.trunk.name, config.trunk.config
+    if name.startswith(OPEN_CLIP):
+        with unusable(f"the text trunk {name[:200]}"):
+            return OpenClipText(name.removeprefix(OPEN_CLIP))
     kind = described.get("model_type")
+    if name == "hf" and config.trunk.whole:
+        with unusable(f"the text trunk {kind}"):
+            return HfWhole(described, text=True)
     if name != "hf" or kind not in ENCODERS:
         raise ValueError(f"the text trunk {f'{name} {kind}'[:200]!r} is unknown: expected hf, {', '.join(ENCODERS)}")
     with unusable(f"the text trunk {kind}"):
@@ -49,7 +56,7 @@ class PaddedText(Trunk):
         maker, settings = made(library, config)
         with quiet(library):
             make = getattr(maker, "from_config", None)
-            self.encoder = bare(make(settings, trust_remote_code=False) if make else maker(settings))
+            self.encoder = without_pooling(make(settings, trust_remote_code=False) if make else maker(settings))
         self.pad = int(config.get("pad_token_id") or 0)
         self.eval()
 
@@ -74,12 +81,3 @@ def made(library: Any, config: dict[str, Any]) -> tuple[Any, Any]:
     """The class of transformers, and its settings, for a config.json whose `model_type` is one of ENCODERS."""
     kind = config["model_type"]
     return getattr(library, CLASSES.get(kind, "AutoModel")), library.CONFIG_MAPPING[kind].from_dict(kept(config))
-
-
-def bare(encoder: Any) -> Any:
-    """An encoder without a pooling behind its tokens."""
-    if getattr(encoder, "pooler", None) is not None:
-        encoder.pooler = None
-    if getattr(encoder, "head", None) is not None:
-        encoder.head = nn.Identity()
-    return encoder

@@ -49,7 +49,8 @@ class Trunk(nn.Module):
             self.train()
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         with torch.set_grad_enabled(trained):
-            if trained or len(inputs) > 1 or device_type(inputs[0].device) != "cpu" or not len(inputs[0]):
+            at_once = trained or len(inputs) > 1 or torch.compiler.is_exporting()
+            if at_once or device_type(inputs[0].device) != "cpu" or not len(inputs[0]):
                 return self.tokens(*inputs)
             return torch.cat([self.tokens(few) for few in inputs[0].split(FEW)])
 

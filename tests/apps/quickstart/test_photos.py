@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from encoders import write_encoder
+from folders import write_encoder
 from kiloword import evaluation
 from kiloword.api import load
 from kiloword.apps.quickstart import photos as module

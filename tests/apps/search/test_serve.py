@@ -17,14 +17,13 @@ from folders import model_folder
 from kiloword.api import load
 from kiloword.apps.search.command import Index
 from kiloword.apps.search.library import Library
-from kiloword.apps.search.rank import by_text
-from photo_folders import draw, photos_in
+from kiloword.apps.search.rank import find
 from servers import Site
+from tars import draw, photos_in
 
 pytest.importorskip("starlette", reason="needs starlette, the extra search")
 pytest.importorskip("uvicorn", reason="needs uvicorn, the extra search")
 HOSTILE = "<img src=x onerror=alert(1)>\"'\u202e.jpg"
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("siglip", "prolip")]
 POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=limit\r\n"
 START = b'--limit\r\nContent-Disposition: form-data; name="image"; filename="a.jpg"\r\n\r\n'
 FORM = "multipart/form-data; boundary=limit"
@@ -35,10 +34,10 @@ def index(root: Path, model: str | None = None) -> None:
     Index(photos=root / "photos", out=root / "library", model=model, device="cpu").run()
 
 
-@pytest.fixture(scope="module", params=["llip", *OTHERS])
-def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp(request.param)
-    model_folder(folder / "model", request.param)
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    model_folder(folder / "model", "llip")
     photos = photos_in(folder / "photos", 6)
     draw(photos / HOSTILE, 99)
     (photos / HOSTILE).with_suffix(".txt").write_text("<script>alert(2)</script>")
@@ -74,7 +73,7 @@ def status_of(site: Site, request: bytes) -> int:
 
 def test_a_search_shows_the_photos_in_order(site: Site, root: Path) -> None:
     library = Library(root / "library")
-    found = by_text(library, load(root / "model"), "a dog", 24)
+    found = find(library, load(root / "model"), [("a dog", 1)], 24)
     status, html, headers = site.ask("/?q=a+dog")
     assert (status, ids(html)) == (200, [library.cells(one.row)["id"] for one in found])
     assert [f"{one.score:.3f}" in html.decode() for one in found] == [True] * 7
@@ -120,8 +119,6 @@ NOTHING += ["/../model/config.json", "/?like=../1", "//example.org/a", "/other/0
     ("path", "status", "word"),
     [
         ("/?q=+", 400, "expected words"),
-        (f"/?q={'a' * 10_001}", 400, "10,001"),
-        (f"/?q={'a' * 100_000}", 400, ""),
         ("/?q=https://example.org/dog.jpg", 200, "https://example.org/dog.jpg"),
         (f"/?q={'dog+' * 2_000}", 200, "tokens"),
         *((quote(path, safe="/?=%."), 404, "") for path in NOTHING),
@@ -135,9 +132,8 @@ def test_unusual_queries_and_paths_to_nothing(site: Site, path: str, status: int
 def test_uploads_that_are_no_photo(site: Site) -> None:
     body = START + b"no image\r\n--limit--\r\n"
     status, html, _ = site.ask("/", "POST", body, Content_Type=FORM)
-    assert (status, b"cannot be used" in html, b"mage 0" in html) == (400, True, False)
-    nothing = site.ask("/", "POST", START + b"\r\n--limit--\r\n", Content_Type=FORM)
-    assert (nothing[0], b"No photo came" in nothing[1]) == (400, True)
+    assert (status, b"mage 0" in html) == (400, False)
+    assert site.ask("/", "POST", START + b"\r\n--limit--\r\n", Content_Type=FORM)[0] == 400
     assert site.ask("/", "POST", b"q=a", Content_Type="application/x-www-form-urlencoded")[0] == 400
     assert site.ask("/", "POST", body, Content_Type=FORM, Origin="https://example.org")[0] == 403
     assert site.ask("/", "POST", b"a", Content_Type=FORM.partition(";")[0])[0] == 400
@@ -156,7 +152,6 @@ HOSTS = dict.fromkeys(HERE, 200) | dict.fromkeys(ELSEWHERE, 400)
 
 def test_another_name_for_this_machine_is_refused(site: Site) -> None:
     assert {host: site.ask("/", Host=host)[0] for host in HOSTS} == HOSTS
-    assert b"does not answer under the name" in site.ask("/", Host="example.org")[1]
 
 
 def test_a_request_is_read_as_one(site: Site) -> None:
@@ -199,10 +194,8 @@ def test_unfinished_uploads_take_little(site: Site, root: Path) -> None:
     assert site.used()[1] - memory < 200 * MB
     for connection in connections:
         connection.close()
-    body, deadline = START + (root / "photos/00.jpg").read_bytes() + b"\r\n--limit--\r\n", time.monotonic() + 20
-    while (status := site.ask("/", "POST", body, Content_Type=FORM)[0]) == 503 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert status == 200
+    body = START + (root / "photos/00.jpg").read_bytes() + b"\r\n--limit--\r\n"
+    assert site.ask("/", "POST", body, Content_Type=FORM)[0] == 200
 
 
 def test_thirty_clients_at_once(site: Site) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+import string
 import subprocess
 import sys
 import unicodedata
@@ -21,6 +22,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
+from commands import module_at, refused
 from kiloword.cli.main import main
 from kiloword.config.recipes import TextConfig
 from kiloword.data.text.tokenizer import (
@@ -28,11 +30,11 @@ from kiloword.data.text.tokenizer import (
     clip_tokenizer,
     clip_tokenizer_from,
     siglip,
-    siglip_tokenizer,
+    tokenizer_from,
     vocabulary,
 )
+from kiloword.model.trunks.libraries import torchvision_ready
 from kiloword.training.run_folder import RunFile, read_config
-from modules import module_at
 
 CAPTIONS = [f"a {c} {s} on the {p} ." for c in ("red", "blue") for s in ("dog", "ball") for p in ("left", "right")] * 3
 ODD = [
@@ -87,7 +89,6 @@ def rows(tokenizer: Tokenizer, captions: list[str], settings: TextConfig) -> lis
 
 
 @given(text=st.text(max_size=60))
-@settings(max_examples=60, deadline=None)
 def test_any_text_survives_byte_level(own: Tokenizer, text: str) -> None:
     got = own.decode(rows(own, [text], config(context=2000))[0])
     composed = unicodedata.normalize("NFC", " ".join(text.split()))
@@ -98,14 +99,10 @@ def test_any_text_survives_byte_level(own: Tokenizer, text: str) -> None:
 def test_special_tokens_in_a_caption_are_plain_text(own: Tokenizer) -> None:
     for tokenizer in (own, pickle.loads(pickle.dumps(own))):
         ids = rows(tokenizer, ["<mask> <end> <pad>"], config())[0]
-        assert own.roles.mask not in ids
-        assert ids.count(own.roles.end) == 1
+        assert (own.roles.mask in ids, ids.count(own.roles.end)) == (False, 1)
         assert own.decode(ids) == "<mask> <end> <pad>"
-
-
-def test_what_is_no_character_becomes_a_question_mark(own: Tokenizer) -> None:
-    """A lone surrogate, as file names that are not UTF-8 have."""
-    assert rows(own, ["a d\udcffg \ud800"], config()) == rows(own, ["a d?g ?"], config())
+    surrogates = "a d\udcffg \ud800"  # as file names that are not UTF-8 have
+    assert rows(own, [surrogates], config()) == rows(own, ["a d?g ?"], config())
 
 
 def test_truncation_keeps_the_end_and_the_extra_tokens_and_is_counted(own: Tokenizer) -> None:
@@ -132,10 +129,8 @@ def test_pads_are_real_tokens_when_asked_for(own: Tokenizer) -> None:
 @pytest.mark.slow
 def test_training_does_not_depend_on_order_or_threads(own: Tokenizer, tmp_path: Path) -> None:
     own.save(tmp_path)
-    shuffled = CAPTIONS.copy()
-    random.Random(1).shuffle(shuffled)
     code = "from kiloword.data.text.tokenizer import Tokenizer as T\n"
-    code += f"T.train({shuffled!r}, 300).save({str(tmp_path / 'b')!r})"
+    code += f"T.train({random.Random(1).sample(CAPTIONS, len(CAPTIONS))!r}, 300).save({str(tmp_path / 'b')!r})"
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "4", "PYTHONHASHSEED": "7"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
     assert (tmp_path / "tokenizer.json").read_bytes() == (tmp_path / "b" / "tokenizer.json").read_bytes()
@@ -169,7 +164,7 @@ def test_clip_ids_equal_open_clip_on_odd_captions(clip: Tokenizer, oracle: Modul
 
 
 @given(text=st.text(st.characters(max_codepoint=0x2FFF, exclude_categories=["Cn", "Cs"]), max_size=40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_clip_ids_equal_open_clip_on_any_text(clip: Tokenizer, oracle: ModuleType, text: str) -> None:
     """Characters assigned long ago, once repaired too: there the two libraries hold the same Unicode tables."""
     ftfy = pytest.importorskip("ftfy")
@@ -199,13 +194,36 @@ def hub_siglip(path: Path) -> Path:
 
 
 def test_siglip_canonicalises_ends_and_pads_with_one(tmp_path: Path) -> None:
-    ours = siglip_tokenizer(hub_siglip(tmp_path / "hub.json"))
+    ours = vocabulary(str(hub_siglip(tmp_path / "hub.json")))
     settings = config(context=6, pad_to_context=True)
     assert rows(ours, ["A  Red, DOG!", "a_dog"], settings) == [[3, 4, 5, 1, 1, 1], [3, 5, 1, 1, 1, 1]]
     assert rows(ours, ["a dog " * 9], settings) == [[3, 5, 3, 5, 3, 1]]
     ours.save(tmp_path)
     assert rows(Tokenizer.load(tmp_path), ["a red dog"], settings) == [[3, 4, 5, 1, 1, 1]]
     assert ours.decode([3, 4, 5, 1, 1]) == "a red dog"
+
+
+@pytest.mark.parametrize("lower", [False, True])
+def test_siglip_2_as_open_clip_and_as_transformers_read_it(tmp_path: Path, oracle: ModuleType, lower: bool) -> None:
+    """Gemma's vocabulary, small; "<mask>" in a caption is text here."""
+    torchvision_ready()
+    library = pytest.importorskip("transformers", reason="needs transformers")
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{n:02X}>" for n in range(256))]
+    merges = [("\u2581", "a"), ("d", "o"), ("do", "g"), ("r", "e"), ("re", "d")]
+    pieces += [*"\u2581", *string.ascii_letters, *".!&;", *map("".join, merges)]
+    vocab = {piece: n for n, piece in enumerate(pieces)}
+    ends = {"add_bos_token": False, "add_eos_token": True, "padding_side": "right"}
+    theirs = library.Siglip2Tokenizer(vocab=vocab, merges=merges, **ends)
+    theirs.save_pretrained(tmp_path)
+    captions, settings = [*ODD[:8], *ODD[9:], "A red dog!"], config(context=64, pad_to_context=True)
+    read = tokenizer_from((tmp_path / "tokenizer.json").read_text(encoding="utf-8"), lower)
+    read.save(tmp_path / "ours")
+    if lower:
+        expected = theirs(captions, padding="max_length", max_length=64, truncation=True).input_ids
+    else:
+        expected = oracle.HFTokenizer(str(tmp_path), context_length=64, clean="canonicalize")(captions).tolist()
+    for ours in (read, Tokenizer.load(tmp_path / "ours")):
+        assert rows(ours, captions, settings) == expected
 
 
 # Vocabularies by name and by file
@@ -280,9 +298,7 @@ def test_train_with_a_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert ids(vocabulary(str(name))) == ids(trained)
     words = ["train", "clip", "--size", "debug", "--batch", "8", "--steps", "1", "--data", "scenes?n=16", "--out"]
     main([*words, str(tmp_path / "run"), "--tokenizer", str(tmp_path / "tokenizer.json")])
-    recipe = read_config(tmp_path / "run" / "config.json", RunFile).recipe
-    assert recipe.model.text.vocab == trained.vocab
+    assert read_config(tmp_path / "run" / "config.json", RunFile).recipe.model.text.vocab == trained.vocab
     assert Tokenizer.load(tmp_path / "run" / "model").to_bytes() == trained.to_bytes()
-    with pytest.raises(SystemExit):
-        main([*words, str(tmp_path / "b"), "--init", str(tmp_path / "run" / "model"), "--tokenizer", "clip"])
-    assert "has the tokenizer of" in capsys.readouterr().err
+    other = ("--init", tmp_path / "run" / "model", "--tokenizer", "clip")
+    assert "has the tokenizer of" in refused(capsys, *words, tmp_path / "b", *other)

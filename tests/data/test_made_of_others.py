@@ -1,4 +1,4 @@
-"""Tables joined to images by key: extra captions, and keep-lists of captions."""
+"""Data sets made of others: captions and keep-lists joined by key, mixtures with weights, and parts by key."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
 from kiloword.config.recipes import DataConfig
-from kiloword.data.edits import MixtureSource, mix
+from kiloword.data.edits import HELD_OUT, MixtureSource, every_row, is_held_out, mix
 from kiloword.data.joins import kept, omitted, with_captions
 from kiloword.data.open import open_data, open_source
-from kiloword.data.reading import captions_at
+from kiloword.data.reading import captions_at, eval_batches
 from kiloword.data.scenes.source import parse_scenes
 from kiloword.data.source import keys
-from kiloword.types import BadSample, NoCaption, Source
+from kiloword.types import BadSample, NoCaption, Record, Source
 from tars import pairs, photo, write_tar
 
 
@@ -50,19 +51,19 @@ def test_captions_join_by_key(tar: Path, extra: Path) -> None:
     expected = {f"{n:04d}": [f"image {n}"] for n in range(6)}
     expected["0000"] += ["a"]
     expected["0003"] += ["c", "d", "e"]
-    assert captions(source) == expected
     assert [source.captions(row) for row in range(6)] == list(expected.values())
-    again = open_data(DataConfig(sources=(str(tar),), extra_captions=(str(extra),)))
-    assert captions(again) == captions(pickle.loads(pickle.dumps(source))) == expected
+    opened = open_data(DataConfig(sources=(str(tar),), extra_captions=(str(extra),)))
+    for one in (source, pickle.loads(pickle.dumps(source)), opened):
+        assert captions(one) == expected
 
 
 def test_several_tables_of_both_forms(tar: Path, extra: Path, tmp_path: Path) -> None:
     keys: Any = pa.array(["0003", "0003", "0002"], pa.large_string()).dictionary_encode()
     second = table(tmp_path / "b.parquet", caption=["c", "f", None], key=keys, score=[1, 2, 3])
-    source = with_captions(open_source(str(tar)), [extra, str(second)])
-    assert source.record(3).captions == ["image 3", "c", "d", "e", "f"]
-    assert source.record(2).captions == ["image 2"]
-    assert with_captions(open_source(str(tar)), [second, extra]).record(3).captions == ["image 3", "c", "f", "d", "e"]
+    for tables, found in (([extra, second], ["c", "d", "e", "f"]), ([second, extra], ["c", "f", "d", "e"])):
+        source = with_captions(open_source(str(tar)), tables)
+        assert source.record(3).captions == ["image 3", *found]
+        assert source.record(2).captions == ["image 2"]
 
 
 def test_without_raw_captions(tar: Path, extra: Path) -> None:
@@ -77,14 +78,13 @@ def test_without_raw_captions(tar: Path, extra: Path) -> None:
 
 
 def test_the_fingerprint_is_of_all_that_is_read(tar: Path, extra: Path, tmp_path: Path) -> None:
-    plain = open_source(str(tar))
-    copy = tmp_path / "renamed.parquet"
+    plain, copy = open_source(str(tar)), tmp_path / "renamed.parquet"
     copy.write_bytes(extra.read_bytes())
     other = table(tmp_path / "other.parquet", key=["0003"], caption=["x"])
     ways: list[tuple[list[Path], bool]] = [([], True), ([extra], True), ([extra], False), ([other], True)]
-    prints = {with_captions(plain, paths, own).fingerprint for paths, own in ways}
-    assert len(prints) == len(ways)
-    assert with_captions(plain, [copy]).fingerprint in prints
+    prints = [with_captions(plain, paths, own).fingerprint for paths, own in ways]
+    assert len(set(prints)) == 4
+    assert with_captions(plain, [copy]).fingerprint == prints[1]
 
 
 def test_mixtures_are_joined_part_by_part(tmp_path: Path) -> None:
@@ -214,3 +214,109 @@ def test_lists_of_other_data_are_refused(tmp_path: Path, source: Source) -> None
             kept(source, [tmp_path / "bad.parquet"])
     with pytest.raises(ValueError, match="no such file"):
         kept(source, [tmp_path / "none.parquet"])
+
+
+# Mixtures, and parts by key
+
+
+class Bare:
+    """Rows that can do no more than be read."""
+
+    def __init__(self, name: str, rows: int) -> None:
+        self.name, self.fingerprint, self.rows = name, name, rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def record(self, row: int) -> Record:
+        return Record(f"{self.name} {row}", b"", [f"read {row}"], info={"question": f"ask {row}", "answers": ["yes"]})
+
+
+class Rich(Bare):
+    """Tells keys, captions and questions without reading."""
+
+    classnames, templates = ("x", "y"), ["a {c}"]
+    natural, notes = False, ["cut"]  # drawn images are not mirrored, nor is a set with some of them
+
+    def key(self, row: int) -> str:
+        return f"key {row}"
+
+    def captions(self, row: int) -> list[str]:
+        return [f"said {row}"]
+
+    def info(self, row: int) -> dict[str, str]:
+        return {"question": f"asked {row}"}
+
+
+def test_rows_stand_source_by_source_each_as_often_as_its_weight() -> None:
+    mixture: Any = mix([Bare("a", 3), Rich("b", 2)], [2.0, 1.0])
+    assert (len(mixture), mixture.name) == (8, "2 x a + 1 x b")
+    assert [mixture.record(row).key for row in range(8)] == [*["a 0", "a 1", "a 2"] * 2, "b 0", "b 1"]
+    assert [mixture.key(row) for row in range(8)] == ["a 0", "a 1", "a 2"] * 2 + ["key 0", "key 1"]
+    assert [mixture.captions(row)[0] for row in (0, 5, 6, 7)] == ["read 0", "read 2", "said 0", "said 1"]
+    assert [mixture.info(row)["question"] for row in (0, 5, 6, 7)] == ["ask 0", "ask 2", "asked 0", "asked 1"]
+    assert (len(every_row(mixture)), [mixture.stored_row(row) for row in range(8)]) == (5, [0, 1, 2, 0, 1, 2, 3, 4])
+    alike: Any = mix([Rich("a", 3), Rich("b", 2)])
+    assert (alike.classnames, alike.templates, mixture.classnames) == (Rich.classnames, Rich.templates, None)
+    assert (mixture.natural, mix([Bare("a", 3), Bare("b", 2)]).natural, mixture.notes) == (False, True, ["cut"])
+
+
+def test_another_epoch_changes_which_rows_the_part_has_and_nothing_else() -> None:
+    first: Any = mix([Rich("a", 10), Bare("b", 2)], [0.3, 1.0])
+    seen: list[str] = []
+    for epoch in range(10):
+        now = first.at(epoch)
+        assert (len(now), now.name, now.fingerprint, now.epoch) == (5, first.name, first.fingerprint, epoch)
+        rows = [now.locate(row)[1] for row in range(5)]
+        assert rows[:3] == sorted(set(rows[:3]))
+        assert rows[3:] == [0, 1]
+        seen += [now.key(row) for row in range(3)]
+    assert {key: seen.count(key) for key in seen} == {f"key {n}": 3 for n in range(10)}
+
+
+def test_weights_are_one_each_or_none_and_take_at_least_a_row() -> None:
+    one, two = Bare("a", 10), Bare("b", 4)
+    assert mix([one]) is mix([one], [1.0]) is one
+    assert [len(mix([one], [2.0])), len(mix([one, two])), len(mix([one, two], [0.06, 0.5]))] == [20, 14, 3]
+    for weights in ([1.0], [1.0, 0.12], [0.05, 1.0], [-1.0, 1.0], [float("inf"), 1.0]):
+        with pytest.raises(ValueError, match="weight"):
+            mix([one, two], weights)
+    with pytest.raises(ValueError, match="no data"):
+        mix([])
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    return write_tar(tmp_path / "photos" / "0.tar", pairs(80)).parent
+
+
+def test_the_parts_are_the_whole_and_share_no_key(tmp_path: Path, photos: Path) -> None:
+    """A key decides alone, whatever its neighbours."""
+    whole, train, val = (open_source(f"{part}{photos}") for part in ("", "train-part:", "val-part:"))
+    assert not set(keys(train)) & set(keys(val))
+    assert sorted([*keys(train), *keys(val)], key=str) == keys(whole)
+    assert train.name == f"train-part:{photos}"
+    val = pickle.loads(pickle.dumps(val))  # as a loader worker gets it
+    (batch,) = eval_batches(val, 32)
+    assert (batch.keys, batch.captions) == (keys(val), [[f"image {int(str(key))}"] for key in keys(val)])
+    assert len({train.fingerprint, val.fingerprint, whole.fingerprint}) == 3
+    share = np.mean([is_held_out(f"{n:07d}.jpg") for n in range(20_000)])
+    assert share == pytest.approx(HELD_OUT, abs=0.01)
+    write_tar(tmp_path / "more" / "0.tar", pairs(80, 20))
+    changed = set(keys(val)) ^ set(keys(open_source(f"val-part:{tmp_path / 'more'}")))
+    assert changed == {f"{n:04d}" for n in (*range(20), *range(80, 100)) if is_held_out(f"{n:04d}")}
+
+
+def test_truth_of_scenes_is_that_of_the_rows() -> None:
+    whole, val = open_source("scenes:test?n=60"), open_source("val-part:scenes:test?n=60")
+    places = [keys(whole).index(key) for key in keys(val)]
+    captions = [whole.record(n).captions[0] for n in range(5)]
+    assert (val.relevance(captions, range(len(val))) == whole.relevance(captions, places)).all()
+    assert val.scene(0) == whole.scene(places[0])
+
+
+def test_an_empty_part_and_a_missing_source_are_refused(tmp_path: Path) -> None:
+    write_tar(tmp_path / "few" / "0.tar", pairs(2))
+    for src in (f"val-part:{tmp_path / 'few'}", "val-part:nowhere"):
+        with pytest.raises(ValueError, match=r"few|nowhere"):
+            open_source(src)

@@ -1,1 +1,0 @@
-"""The former places of what users import."""
