@@ -20,6 +20,8 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -186,9 +188,9 @@ def main() -> int:
     missing: list[Path] = []
     known = lines.load(ROOT, folder, missing)
     if options.map:
-        for file in missing:
-            print(f"recording {file.name}", flush=True)
-            lines.record(ROOT, folder, file)
+        with ThreadPoolExecutor(options.jobs) as pool:
+            for file, _ in zip(missing, pool.map(partial(lines.record, ROOT, folder), missing), strict=True):
+                print(f"recorded {file.name}", flush=True)
         return 0
     if missing:
         print(f"no map yet, or an old one, of {len(missing)} test files: run --map", file=sys.stderr)
@@ -210,7 +212,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=60)
-    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants or test files at a time")
     parser.add_argument("--tests", type=int, default=lines.MOST, help="most tests of a mutant")
     parser.add_argument("--budget", type=float, default=60, help="seconds of processor time a mutant")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutate", help="map, rows and scratch files")
