@@ -41,7 +41,7 @@ def test_no_rank_aborts_at_its_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verbs, every", [("embed caption index index-in-cache mine import", 4), ("train", 16)])
+@pytest.mark.parametrize(("verbs", "every"), [("embed caption index index-in-cache mine import", 4), ("train", 16)])
 def test_commands_killed_at_file_operations_go_on(tmp_path: Path, verbs: str, every: int) -> None:
     """Each run tries other operations: one of `every`, from a first one at random."""
     words = [*verbs.split(), "--every", str(every), "--offset", str(1 + os.urandom(1)[0] % every)]
@@ -49,4 +49,5 @@ def test_commands_killed_at_file_operations_go_on(tmp_path: Path, verbs: str, ev
     done = subprocess.run(command, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, f"{words}: {done.stdout[-1000:]}{done.stderr[-4000:]}"
     points = json.loads(done.stdout.splitlines()[-1])["points"]
-    assert points.keys() == set(verbs.split()) and min(points.values()) >= 5, points
+    assert points.keys() == set(verbs.split())
+    assert min(points.values()) >= 5, points
