@@ -49,7 +49,7 @@ def slots(method: Method) -> dict[str, str]:
         "pooling": _word(head.pooling),
         "uncertainty": "" if uncertainty is None else _word(uncertainty),
         "positives": _word(method.positives),
-        "pair loss": _word(method.pair_loss).removesuffix(" loss") if method.pair_weight else "",
+        "pair_loss": _word(method.pair_loss).removesuffix(" loss") if method.pair_weight else "",
         "contrasts": ", ".join(method.contrasts),
         "terms": ", ".join(method.terms),
         "summary": method.summary,

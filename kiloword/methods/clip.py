@@ -30,4 +30,4 @@ def softmax(method: Method, settings: Settings) -> Method:
     return replace(method, pair_loss=softmax_loss, scale=scale)
 
 
-COMPONENTS = {"softmax": Component("pair loss", "symmetric softmax", Settings, softmax)}
+COMPONENTS = {"softmax": Component("pair_loss", "symmetric softmax", Settings, softmax)}

@@ -241,7 +241,7 @@ COMPONENTS = {
     "fff": Component("positives", "all captions, mined positives, searched bias", Slots, fixed),
     "mined": Component("positives", "pairs with similar teacher features", Mining, mined),
     "exact": Component("positives", "all true pairs, from ground truth in the data", Exact, all_true),
-    "supcon": Component("pair loss", "supervised contrastive loss", SupCon, supcon),
+    "supcon": Component("pair_loss", "supervised contrastive loss", SupCon, supcon),
     "many": Component("captions", "all captions of an image in one batch", Nothing, many),
     "bias-search": Component("prepare", "initial bias of least loss", BiasSearch, searched),
 }

@@ -71,5 +71,5 @@ def whole_head(config: ModelConfig, scale: Scale) -> dict[str, Head]:
 
 
 COMPONENTS = {
-    "matryoshka": Component("prefixes", "the pair loss on prefixes of the embedding too", Settings, matryoshka, "text")
+    "matryoshka": Component("further", "the pair loss on prefixes of the embedding too", Settings, matryoshka, "text")
 }

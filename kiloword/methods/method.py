@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -155,11 +155,6 @@ Weight = float | Callable[[float], float]
 """Of a loss: a number, or a function of the share of the run that is done, in [0, 1), such as `Ramp` or `Between`."""
 
 
-def weight_at(weight: Weight, done: float) -> float:
-    """The weight when a share of the run is done."""
-    return weight(done) if callable(weight) else weight
-
-
 def annotated(pairs: Pairs) -> Tensor:
     """The pairs annotated in the data: [i, t] in {0, 1}."""
     return pairs.annotated.to(pairs.logits.dtype)
@@ -240,8 +235,7 @@ class Method:
         for slot, more in slots.items():
             if twice := getattr(self, slot).keys() & more.keys():
                 raise ValueError(f"{self.name} has {min(twice)} already: omit it, and set that of {self.name}.")
-        merged: dict[str, Any] = {slot: {**getattr(self, slot), **more} for slot, more in slots.items()}
-        return replace(self, **merged)
+        return replace(self, **{slot: getattr(self, slot) | more for slot, more in slots.items()})
 
     @property
     def several_scores(self) -> bool:
@@ -263,13 +257,24 @@ class Method:
         return Head(self.pooling(config), uncertainty, self.scale, further)
 
 
+Slot = Literal[  # in order of application, as components check what others set
+    "uncertainty", "pair_loss", "scale", "positives", "pooling", "towers", "transforms", "inputs", "decoders", "needs",
+    "terms", "contrasts", "prepare", "further", "captions",
+]  # fmt: skip
+SLOTS = get_args(Slot)
+
+
 @dataclass(frozen=True)
 class Component:
     """A component that any method can use: `llip+compose+mined` is a preset with two components."""
 
-    slot: str  # "transforms", "positives", "pair loss", "pooling", ...: one of each; "terms", "contrasts": several
+    slot: Slot  # one of each in a method; of terms and contrasts several
     summary: str  # one line for `kiloword methods`
     settings: type  # frozen dataclass of its settings
     apply: Callable[[Method, Any], Method]  # takes the method and the settings; raises ValueError for incompatible ones
     vectors: str = ""  # what a text is, as "caption", where it compares a trained vector of each with one of each image
     gaussians: bool = False  # whether it compares Gaussians
+
+    def __post_init__(self) -> None:
+        if self.slot not in SLOTS:
+            raise ValueError(f"{self.slot!r} is none of the slots {', '.join(SLOTS)}")

@@ -140,9 +140,9 @@ def _thresholds(pairs: PairBlocks) -> tuple[Tensor, Tensor]:
 
 COMPONENTS = {
     "matching": Component(
-        "pair loss", "binary classification by the distance of Gaussians", Matching, matched, gaussians=True
+        "pair_loss", "binary classification by the distance of Gaussians", Matching, matched, gaussians=True
     ),
     "deterministic": Component(
-        "deterministic", "auxiliary loss on the means of Gaussians", Deterministic, deterministic, gaussians=True
+        "further", "auxiliary loss on the means of Gaussians", Deterministic, deterministic, gaussians=True
     ),
 }

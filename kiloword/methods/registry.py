@@ -21,14 +21,12 @@ from typing import Any
 
 from kiloword.config.settings import Nothing, check, parse
 from kiloword.errors import article, suggestion
-from kiloword.methods.method import Component, Method
+from kiloword.methods.method import SLOTS, Component, Method
 from kiloword.model.heads import Single
 
 METHOD = "kiloword.methods.method.Method"
 LONGEST = 1000  # maximum length of a method's name, components included
 MODELS = ("open_clip:", "hf:", "hf-hub:")  # begin the names of other libraries' models, which are no modules
-# slots in order of application, as components check what others set; "": any other
-ORDER = ("uncertainty", "pair loss", "positives", "pooling", "", "deterministic", "prefixes", "captions")
 PRESETS = {  # names as the command line has them; a new method is one line here
     "cappa": "coca.cappa",
     "clip": "clip",
@@ -118,12 +116,12 @@ def find(name: str) -> tuple[Callable[[Any], Method], type]:
     chosen = _chosen(base, added)
     nested = [(short, part.settings, field(default_factory=part.settings)) for short, (_, part) in chosen.items()]
     mixed: Any = make_dataclass("Settings", nested, bases=(kind,), frozen=True, kw_only=True)
-    turns = {short: ORDER.index(part.slot if part.slot in ORDER else "") for short, (_, part) in chosen.items()}
+    order = sorted(chosen.items(), key=lambda pair: SLOTS.index(pair[1][1].slot))
 
     def build(settings: Any) -> Method:
         method = make(settings)
-        for short in sorted(chosen, key=turns.__getitem__):
-            method = _with(method, *chosen[short], getattr(settings, short))
+        for short, (word, part) in order:
+            method = _with(method, word, part, getattr(settings, short))
         return replace(method, name=name)
 
     return build, mixed
@@ -134,7 +132,7 @@ def _is_code(word: str) -> bool:
 
 
 def _custom(name: str) -> tuple[Callable[[Any], Method], type]:
-    make = _loaded("method", name, Callable, f"a function that returns a {METHOD}")  # type: ignore[arg-type]
+    make = _loaded("method", name, Callable, f"a function that returns a {METHOD} (a component is METHOD+{name})")  # type: ignore[arg-type]
     try:
         first = next(iter(inspect.signature(make, eval_str=True).parameters.values()), None)
     except NameError as e:
@@ -156,8 +154,7 @@ def _loaded(what: str, name: str, kind: type, expected: str) -> Any:
         return found
     except (ImportError, AttributeError, ValueError) as e:
         raise ValueError(
-            f"cannot load {what} {name} ({e}): expected {expected}, as MODULE:NAME of a module in this folder or on "
-            "PYTHONPATH."
+            f"cannot load {what} {name} ({e}): expected {expected}, as MODULE:NAME in this folder or on PYTHONPATH."
         ) from e
 
 
@@ -183,7 +180,7 @@ def _chosen(base: str, added: list[str]) -> dict[str, tuple[str, Component]]:
 
 def _with(method: Method, word: str, part: Component, settings: Any) -> Method:
     """The method with a component. Raises: ValueError where it would change nothing, or leave a head without a loss."""
-    if part.slot in ("pair loss", "positives", "prepare") and method.pair_weight == 0:
+    if part.slot in ("pair_loss", "positives", "prepare") and method.pair_weight == 0:
         raise ValueError(f"{method.name} has no pair loss, which {word} would change: omit +{word}.")
     if part.vectors and (method.pooling.kind is not Single or method.pair_weight == 0):
         raise ValueError(
@@ -192,12 +189,10 @@ def _with(method: Method, word: str, part: Component, settings: Any) -> Method:
         )
     if part.gaussians and method.uncertainty is None:
         raise ValueError(f"{word} compares Gaussians, but {method.name} has none: add +gaussian.")
-    if part.slot == "pair loss" and method.further:
-        raise ValueError(
-            f"{method.name} scores pairs in several ways, each with a loss, of which {word} would keep one."
-        )
+    if part.slot == "pair_loss" and method.further:
+        raise ValueError(f"{method.name} scores pairs in several ways, each by a loss: {word} would keep one.")
     mixed = replace(part.apply(method, settings), name=f"{method.name}+{word}")
-    if part.slot != "pair loss":
+    if part.slot != "pair_loss":
         return mixed
     note = f"{word} replaces the pair loss of {method.name}: settings that only that loss reads have no effect."
     return replace(mixed, notes=(*mixed.notes, lambda recipe: note))

@@ -28,4 +28,4 @@ def sigmoid(method: Method, settings: Settings) -> Method:
     return replace(method, pair_loss=sigmoid_loss, scale=Scale(settings.scale, settings.bias))
 
 
-COMPONENTS = {"sigmoid": Component("pair loss", "binary classification of all pairs", Settings, sigmoid)}
+COMPONENTS = {"sigmoid": Component("pair_loss", "binary classification of all pairs", Settings, sigmoid)}

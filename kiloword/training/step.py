@@ -18,7 +18,7 @@ from kiloword.config.recipes import ModelConfig
 from kiloword.distributed.collectives import ranks, sum_over_ranks
 from kiloword.distributed.device import PrecisionContext
 from kiloword.losses.pairs import Blocks, PairInputs
-from kiloword.methods.method import PAIR, Between, Contrast, Method, Weight, weight_at
+from kiloword.methods.method import PAIR, Between, Contrast, Method, Weight
 from kiloword.model.encoding import TEXTS, rows
 from kiloword.model.heads import Head, Piece
 from kiloword.model.image import grid
@@ -229,8 +229,8 @@ class Learner(nn.Module):
         method = self.method
         every: dict[str, Weight] = {PAIR: method.pair_weight} if PAIR in self.contrasts else {}
         every |= {name: weight for name, (weight, _) in (*method.terms.items(), *method.contrasts.items())}
-        outside = {name for name, weight in every.items() if isinstance(weight, Between) and not weight(self.done)}
-        return {name: weight_at(weight, self.done) for name, weight in every.items() if name not in outside}
+        now = {name: weight(self.done) if callable(weight) else weight for name, weight in every.items()}
+        return {name: weight for name, weight in now.items() if weight or not isinstance(every[name], Between)}
 
     def forward(
         self, batch: Batch, counts: dict[str, Tensor], replays: dict[str, Replay] | None = None

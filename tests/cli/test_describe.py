@@ -34,7 +34,7 @@ def test_methods_name_every_preset_and_component(capsys: pytest.CaptureFixture[s
         assert re.split(r"\s{2,}", line.strip()) == [word for word in slots(preset(name)).values() if word]
     assert all(rows[name] == [name, one.slot, one.summary] for name, one in components().items())
     found = {name: slots(preset(name)) for name in PRESETS}
-    stated = {"prolip": "uncertainty gaussian", "vqa": "pair loss ", "clip-c": "transforms compose"}
+    stated = {"prolip": "uncertainty gaussian", "vqa": "pair_loss ", "clip-c": "transforms compose"}
     stated |= {"llip": "pooling contextual", "sycoca": "terms caption, mim", "fff": "captions all"}
     for method, words in {**stated, "siglip": "positives annotated"}.items():
         assert any(f"{slot} {component}" == words for slot, component in found[method].items()), words

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kiloword.config.recipes import ModelConfig, TrunkConfig
-from kiloword.methods.method import Between, Ramp
+from kiloword.config.settings import Nothing
+from kiloword.methods.method import SLOTS, Between, Component, Method, Ramp
 from kiloword.methods.registry import PRESETS, components, preset
 from parts import learner, size
 
@@ -159,6 +160,12 @@ def test_a_component_fits_some_method_and_is_named_by_the_others(name: str) -> N
             said.append(str(error))
     assert len(said) < len(PRESETS)
     assert all(name in sentence for sentence in said)
+
+
+def test_a_component_names_a_slot_as_method_does() -> None:
+    assert set(SLOTS) <= Method.__dataclass_fields__.keys()
+    with pytest.raises(ValueError, match="pair_loss"):
+        Component("pair loss", "loss of pairs", Nothing, lambda method, settings: method)  # type: ignore[arg-type]
 
 
 def test_a_method_of_a_user_is_found_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

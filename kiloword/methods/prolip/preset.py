@@ -69,7 +69,7 @@ COMPONENTS = {
         "uncertainty", "features are Gaussians, read from an uncertainty token", GaussianSettings, with_gaussian
     ),
     "ppcl": Component(  # eq. 2
-        "pair loss", "binary classification of all pairs of Gaussians", siglip.Settings, siglip.sigmoid, gaussians=True
+        "pair_loss", "binary classification of all pairs of Gaussians", siglip.Settings, siglip.sigmoid, gaussians=True
     ),
     "inclusion": Component(
         "terms", "general ones include specific ones (needs Gaussians)", InclusionSettings, included, gaussians=True
