@@ -160,8 +160,7 @@ def _side(value: Any) -> int | None:
 
 def json_object(path: Path) -> dict[str, Any]:
     """A JSON file with an object. Raises: ValueError when it is missing or damaged."""
-    value: dict[str, Any] = json_file(path, dict)
-    return value
+    return dict(json_file(path, dict))
 
 
 def json_file(path: Path, kind: type) -> Any:

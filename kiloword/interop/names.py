@@ -20,14 +20,14 @@ from kiloword.interop.open_clip import assumed, import_state
 from kiloword.terminal import warn_once
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
-PREFIXES = ("open_clip", "hf", "hf-hub")
+PREFIXES = ("open_clip:", "hf:", "hf-hub:")
 FILES = ("*.json", "*.safetensors", "*.txt", "*.md", "*.model")  # of a hub: no pickles, no code
 TRANSLATION = 3  # raise it when the same files become another model
 
 
 def is_foreign(name: str) -> bool:
     """Whether a name begins with the name of another library."""
-    return name.partition(":")[0] in PREFIXES and ":" in name
+    return name.startswith(PREFIXES)
 
 
 def split(name: str) -> tuple[str, Path | None]:

@@ -51,10 +51,12 @@ def import_state(name: str, state: Mapping[str, Tensor]) -> Imported:
 
 
 def assumed(name: str, config: ModelConfig) -> str:
-    """What a file of weights does not say, and the name decides, on one line."""
-    shown = config.preprocess
-    known = "@" in name or name.endswith(".json")
-    source = "as it says" if known else "assumed by the name; for published weights, give their tag (@TAG)"
+    """What a file of weights does not say, and the name or a configuration decides, on one line."""
+    shown, told = config.preprocess, raw_config(name).get("preprocess_cfg", {})
+    source = "as it says"
+    if omitted := ", ".join(key for key in ("mean", "std", "resize_mode") if key not in told):
+        by_name = "by the name; for published weights, give their tag (@TAG)"
+        source = f"{omitted} assumed, as it omits them" if name.endswith(".json") else f"assumed {by_name}"
     how = f"resize {shown.resize}, bicubic; mean {shown.mean}, std {shown.std}; activation {config.text.activation}"
     return f"{name}: {how}; {source}."
 

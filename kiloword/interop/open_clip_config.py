@@ -35,7 +35,6 @@ _MORE = {  # settings of images and of texts that a family has besides; those of
         {"embed_cls", "embed_unc", "init_unc_bias", "pad_id", "hf_model_pretrained", "hf_proj_type", "hf_pooler_type"},
     ),
 }
-_PUBLISHED = ("mean", "std", "resize_mode", "interpolation")
 _SIGLIP = {"mean": [0.5] * 3, "std": [0.5] * 3, "resize_mode": "squash"}
 
 
@@ -139,7 +138,7 @@ def raw_config(name: str) -> dict[str, Any]:
         tags = ", ".join(open_clip.list_pretrained_tags_by_model(name)) or "none, so omit it"
         raise ValueError(f"open_clip has no tag {tag!r} of {name}: it has {tags}.")
     activation = {"quick_gelu": bool(raw.get("quick_gelu") or published.get("quick_gelu"))}
-    return {**raw, **activation, "preprocess_cfg": {k: v for k, v in published.items() if k in _PUBLISHED}}
+    return {**raw, **activation, "preprocess_cfg": published}
 
 
 def _with_coca(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:

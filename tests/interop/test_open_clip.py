@@ -292,16 +292,16 @@ def test_import_of_a_coca(open_clip: ModuleType, tmp_path: Path, capsys: pytest.
 def test_import_writes_a_folder_and_says_what_happened(
     open_clip: ModuleType, bias: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    vision = {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16}
-    text = {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
-    config = {"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}
-    (tmp_path / "ViT-X.json").write_text(json.dumps(config))
-    open_clip.add_model_config(tmp_path / "ViT-X.json")
+    config, path = {"embed_dim": 16, "vision_cfg": SMALL, "text_cfg": WORDS}, tmp_path / "ViT-X.json"
+    told = {"mean": [0.5] * 3, "std": [0.5] * 3, "resize_mode": "squash"} if bias else {"std": [0.5] * 3}
+    path.write_text(json.dumps(config | {"preprocess_cfg": told}))
     theirs = open_clip.CLIP(**config, init_logit_scale=math.log(112.3), init_logit_bias=-12.9 if bias else None)
     torch.nn.init.ones_(theirs.token_embedding.weight)
     torch.save({**theirs.state_dict(), "unheard.of": torch.ones(1)}, tmp_path / "w.pt")
-    main("ViT-X", tmp_path / "w.pt", tmp_path / "out")
-    assert "left over: unheard.of" in capsys.readouterr().out
+    main(str(path), tmp_path / "w.pt", tmp_path / "out")
+    printed = capsys.readouterr().out
+    assert "left over: unheard.of" in printed
+    assert ("mean, resize_mode assumed" in printed) != bias
     model, tokenizer = load_model(tmp_path / "out")
     assert read_model_file(tmp_path / "out").method == ("siglip" if bias else "clip")
     assert model.head.log_scale.exp().item() == pytest.approx(112.3)
@@ -311,7 +311,7 @@ def test_import_writes_a_folder_and_says_what_happened(
     assert (model.text_tower.tokens == 1).all()
     assert tokenizer.roles.end == 49407
     with pytest.raises(ValueError, match="not an empty folder"):
-        main("ViT-X", tmp_path / "w.pt", tmp_path / "out")
+        main(str(path), tmp_path / "w.pt", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
