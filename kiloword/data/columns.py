@@ -90,7 +90,7 @@ def check_columns(path: Path, names: Sequence[str], *columns: str) -> None:
 
 
 def read_table(path: Path, columns: Sequence[str]) -> tuple[Cells, Malformed]:
-    """Some columns of a csv, tsv or parquet; of the first, which names images, rows in a quoted cell are known."""
+    """Some columns of a csv, tsv or parquet; by the first, which names images, lines of a csv look like rows."""
     wanted = list(dict.fromkeys(columns))
     if path.suffix.lower() in _CSV:
         return _read_csv(path, wanted)
@@ -120,32 +120,30 @@ def read_columns(path: Path | str, *names: str) -> list[list[str]]:
 
 
 def _read_csv(path: Path, columns: list[str], most: int | None = None) -> tuple[Cells, Malformed]:
-    """Lines in a quoted cell that look like rows, with as many cells and a name like others, are malformed lines.
-
-    Args: most: rows that are read.
-    """
-    (mark, names), wrong, inner = _header(path), list[str](), list[str]()
+    """A quote around lines that look like rows spoils its own line alone. Args: most: lines that are read."""
+    (mark, names), malformed, suffixes, end = _header(path), list[tuple[str, str]](), set[str | None](), 1
     cells: Cells = {name: [] for name in columns}
-    places = [(names.index(name), column) for name, column in cells.items()]
+    first, places = names.index(columns[0]), [(names.index(name), column) for name, column in cells.items()]
     csv.field_size_limit(_LONGEST)
     with path.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
-        for n, row in enumerate(islice(csv.reader(file, delimiter=mark), most)):
-            if len(row) == len(names) and n:
-                for place, column in places:
-                    column.append(row[place])
-                inner += [line for cell in row if "\n" in cell for line in cell.split("\n")[1:]]
-            elif n and row:
-                wrong += mark.join(row).splitlines() or [""]
-    suffixes = {_suffix(name) for name in cells[columns[0]] if inner} - {""}
-    inner = [line for line in inner if line.count(mark) == len(names) - 1]
-    inner = [line for line in inner if _suffix(line.split(mark)[places[0][0]]) in suffixes]
-    malformed = [(line, f"line without {len(names)} columns") for line in wrong]
-    malformed += [(line, "the line is inside a quoted cell that begins in an earlier one") for line in inner]
-    return cells, [(f"line {shown(line[:60])}", reason) for line, reason in malformed]
-
-
-def _suffix(name: str) -> str:
-    return os.path.splitext(name.partition("\n")[0])[1]
+        lines = list(islice(file, most))
+    while end < len(lines):
+        start, reader = end, csv.reader(map(lines.__getitem__, range(end, len(lines))), delimiter=mark)
+        for row in reader:
+            at, end = end, start + reader.line_num
+            inner = [parts for line in lines[at + 1 : end] for parts in csv.reader([line], delimiter=mark)]
+            if len(row) == len(names):
+                suffixes.add(os.path.splitext(row[first])[1] or None)  # a line like a row has one of them
+                if not any(len(one) == len(names) and os.path.splitext(one[first])[1] in suffixes for one in inner):
+                    for place, column in places:
+                        column.append(row[place])
+                    continue
+            if row:
+                reason = "line opens a quote around later lines" if inner else f"line without {len(names)} columns"
+                malformed.append((f"line {at + 1} ({shown(lines[at].rstrip()[:60])})", reason))
+            end = at + 1
+            break
+    return cells, malformed
 
 
 def _header(path: Path) -> tuple[str, list[str]]:
@@ -158,9 +156,7 @@ def _header(path: Path) -> tuple[str, list[str]]:
     try:
         line = decode_text(raw).strip("\r\n")
     except BadSample:
-        raise ValueError(
-            f"{path}: the first line is not UTF-8. Expected column names such as `image,caption`."
-        ) from None
+        raise ValueError(f"{path}: the first line is not UTF-8. Expected columns such as `image,caption`.") from None
     delimiter = "\t" if "\t" in line and ("," not in line or path.suffix.lower() == ".tsv") else ","
     delimiter = next((mark for mark in "|;" if mark in line and not {",", "\t"} & set(line)), delimiter)
     return delimiter, [name.strip(' "' if delimiter == "|" else '"') for name in line.split(delimiter)]

@@ -155,18 +155,18 @@ def _vqa(data: dict[str, Any], annotations: Path | None) -> tuple[Cells, str]:
 
 
 def _lines(path: Path) -> list[str]:
-    return list(filter(str.strip, path.read_text("utf-8-sig", "surrogateescape").split("\n")))
+    return path.read_text("utf-8-sig", "surrogateescape").split("\n")
 
 
 def _tokens(path: Path, options: TableOptions, split: Path | None) -> Layout:
     """Captions of Flickr8k or Flickr30k. Args: split: a file that lists images, as Flickr_8k.testImages.txt."""
     listed, lines = set(map(str.strip, _lines(split) if split else [])), _lines(path)
     found = [match.groups() for match in map(_TOKEN.fullmatch, lines) if match]
-    wrong = [shown(line[:60]) for line in lines if not _TOKEN.fullmatch(line)]
+    wrong = {n: line for n, line in enumerate(lines, 1) if line.strip() and not _TOKEN.fullmatch(line)}
     cells: Cells = {"image": [image for image, _ in found], "caption": [caption for _, caption in found]}
     cells["split"] = [options.split * (image in listed) for image in cells["image"]]
     reason = "line is not IMAGE#NUMBER, a tab and a caption"
-    return Layout(cells, [(f"line {line}", reason) for line in wrong], options)
+    return Layout(cells, [(f"line {n} ({shown(line[:60])})", reason) for n, line in wrong.items()], options)
 
 
 def images_folder(path: Path, option: str, names: pa.ChunkedArray, subset: str | None) -> Path:

@@ -133,7 +133,7 @@ def open_table(name: str, path: Path, options: TableOptions = DEFAULTS, prefix: 
     of_rows = digest(contents, fingerprint(other) if other else "", repr(chosen), prefix, "None")
     place = cache_folder() / "rows" / f"{digest(contents, options.image)}.images"
     table, file = made_once(
-        f"table 4 {of_rows} {path.name} {classnames} {cache_folder()}",
+        f"table 5 {of_rows} {path.name} {classnames} {cache_folder()}",
         lambda: _table(name, path, options, other, place, classnames, prefix),
     )
     told, folder = json.loads(table.schema.metadata[b"kiloword"]), path.parent
@@ -284,8 +284,7 @@ def _copied(path: Path, column: str, place: Path) -> Cells:
                 if image is None and name:
                     rows.append((os.fsencode(name), None, None, os.fsencode(name)))
                     continue
-                image = image or b""
-                same = digest_of(image)
+                same = digest_of(image := image or b"")
                 if same not in known:
                     known[same], end = end, end + file.write(image)
                 rows.append((os.fsencode(place), known[same], len(image), same if image else None))
@@ -315,7 +314,7 @@ def open_tables(name: str, paths: Sequence[Path], options: TableOptions = DEFAUL
         tables.append(part.table.set_column(part.table.column_names.index("file"), "file", files))
     of_rows = digest(*(part.fingerprint for part in parts))
     identity = (
-        f"tables 3 {of_rows} {[os.path.abspath(part.folder) for part in parts]} {first.classnames} {cache_folder()}"
+        f"tables 4 {of_rows} {[os.path.abspath(part.folder) for part in parts]} {first.classnames} {cache_folder()}"
     )
     table, file = made_once(identity, lambda: pa.concat_tables(tables, promote_options="default"))
     notes = [*(note for part in parts for note in part.notes), *(f"{name}: {line}" for line in left.lines())]

@@ -108,7 +108,7 @@ def test_bad_rows_have_reasons(folder: Path) -> None:
         "image cannot be read (not a file name)",
         "line without 2 columns",
     ]
-    assert [source.key(row) for row in (4, 5, 7)] == ["p/2", "row 5", "line p/0.png,too,many,columns"]
+    assert [source.key(row) for row in (4, 5, 7)] == ["p/2", "row 5", "line 8 (p/0.png,too,many,columns)"]
 
 
 @pytest.mark.parametrize("struct", [False, True])
@@ -221,10 +221,10 @@ p/1.png,why?,,why
 p/zero.png,what?,no,
 p/0.png,\xff,no,
 p/none.png,what?,no,
-p/0.png,too,many,cells,here
+p/0.png,x,too,many,cells
 '''
     source = opened(folder / "q.csv", rows)
-    keys = ["p/0#0", "p/0#1", "p/1#2", "p/1#3", "p/zero#4", "p/0#5", "p/none#6", "line p/0.png,too,many,cells,here"]
+    keys = ["p/0#0", "p/0#1", "p/1#2", "p/1#3", "p/zero#4", "p/0#5", "p/none#6", "line 11 (p/0.png,x,too,many,cells)"]
     assert [source.key(row) for row in range(len(source))] == keys
     assert source.record(0).info == {"question": "is it red?", "answers": ["yes", "no", ""], "question_type": "is it"}
     assert (source.question(1), source.record(1).image) == ("what, then?", photo(0))
