@@ -97,7 +97,7 @@ class Training:
         if args.dry_run:
             rehearse(recipe, source, args.out, args.options)
             return args.out / "model"
-        folder = train(recipe, args.out, source, args.options)
+        folder = train(recipe, args.out, source, args.options, self.plain)
         if loud:
             say(f"model: {folder}")
         return folder
@@ -177,18 +177,15 @@ def _without_tokens(words: MethodWords, stored: tuple[str, str] = ("", "")) -> t
         own if own and not values_of(flags, f"--{kind}-tower") else given(f"{kind}_tower", "")
         for kind, own in zip(("image", "text"), of_stores, strict=True)
     )
-    if init is None and not (image_tower or text_tower):
-        plain = default_recipe(words.method, size or "tiny", data)
-    else:
+    towers = image_tower or text_tower
+    plain = default_recipe(words.method, size or ("top" if towers else "tiny"), data)
+    if towers or init is not None:
         from kiloword.training import start
 
-        tune = named is None and not values_of(flags, "--lora.rank")  # adapters start at 0, and take larger rates
-        above = (
-            default_recipe(words.method, size or "top", data)
-            if init is None
-            else start.defaults(words.method, init, size, data, tune)
-        )
-        plain = start.with_towers(above, image_tower, text_tower)
+        if init is not None:
+            tune = named is None and not values_of(flags, "--lora.rank")  # adapters start at 0, and take larger rates
+            plain = start.defaults(words.method, init, size, data, tune)
+        plain = start.with_towers(plain, image_tower, text_tower)
     if named is None:
         return plain, plain
     filled = fill(plain, named, towers=init is None and not towers_flag(named, words.first("--size"), None))

@@ -31,10 +31,16 @@ GOES_ON = "The same command goes on from there."
 SAVE_SECONDS = 120.0  # seconds between states where `save_every` is 0
 
 
-def train(recipe: Recipe, out: Path | str, source: Source | None = None, options: RunOptions | None = None) -> Path:
+def train(
+    recipe: Recipe,
+    out: Path | str,
+    source: Source | None = None,
+    options: RunOptions | None = None,
+    usual: Recipe | None = None,
+) -> Path:
     """Train or continue a run.
 
-    Args: recipe: see `recipes.Recipe`; out: folder of the run; source: map-style data in place of the recipe's.
+    Args: out: folder of the run; source: map-style data in place of the recipe's; usual: its defaults, for the report.
     Returns: the model folder.
     Raises: ValueError (bad recipe, data or folder; too many bad samples or steps; a rank that ended), Stopped (signal).
     """
@@ -44,6 +50,7 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
     with stop_signals() as stop, collectives.process_group(device, options.timeout):
         with stop.at_once("stopped before its first step: there was nothing to save. The same command starts it."):
             run = prepare(recipe, Path(out), source or open_sources(recipe), device=device, options=options)
+            run.unusual = report.unusual(recipe, usual or recipe, options)
         with (
             run.lock or nullcontext(),  # an error may live on, with all that it refers to
             run.log,

@@ -13,22 +13,22 @@ import torch
 
 from kiloword.addresses import scrubbed
 from kiloword.config.options import RunOptions
+from kiloword.config.recipes import Recipe
 from kiloword.config.settings import leaves
 from kiloword.data.sampler import Order
 from kiloword.distributed import collectives
 from kiloword.errors import count
-from kiloword.methods.defaults import default_recipe
 from kiloword.models.card import CARD, write_card
 from kiloword.report import Gallery, Text, Tile, write_page
 from kiloword.runs.page import Differs, page
 from kiloword.runs.rows import began
 from kiloword.runs.run import Run as Folder
-from kiloword.training import start
 from kiloword.training.resolve import Run
 
 NAME = "report.html"
 SAMPLES = 8  # examples of the training data that are drawn
-ELSEWHERE = ("method", "size", "data.sources", "data.val", "settings", "model.text.vocab")  # shown, or resolved
+ELSEWHERE = ("method", "size", "data.sources", "data.val", "settings")  # the page shows them already
+DECIDING = ("init", "image_tower", "text_tower", "data.image_features", "data.text_features")  # defaults follow them
 
 
 @contextmanager
@@ -61,32 +61,26 @@ def write(run: Run) -> None:
     if collectives.rank():
         return
     try:
-        write_page(run.out / NAME, page(Folder(run.out), run.finished, list(unusual(run)), list(_samples(run))))
+        write_page(run.out / NAME, page(Folder(run.out), run.finished, run.unusual, list(_samples(run))))
         if run.finished:
             write_card(run.out / "model")
     except Exception as e:
         run.log.say(f"{run.out / NAME} or the model card was not written ({type(e).__name__}: {e}).")
 
 
-def unusual(run: Run) -> Iterator[Differs]:
-    """Settings that differ from the defaults of the run's method, size and data: (flag, value, default).
+def unusual(recipe: Recipe, usual: Recipe, options: RunOptions) -> list[Differs]:
+    """Settings that differ from their defaults: (flag, value, default).
 
-    Defaults that a recipe resolves by itself ("auto") are omitted.
+    Args: recipe: as it is requested, not resolved; usual: with the defaults of its method, size, data, init and towers.
     """
-    recipe, usual = run.recipe, run.recipe
-    trunks = recipe.model.image.trunk.name or recipe.model.text.trunk.name
-    with suppress(ValueError):  # of a size or folder that is gone
-        if recipe.init is not None:
-            usual = start.defaults(recipe.method, recipe.init, None, recipe.data.sources)
-        else:
-            usual = default_recipe(recipe.method, recipe.size, recipe.data.sources)
-            usual = replace(usual, model=recipe.model) if trunks else usual
-    for mine, plain in ((recipe, usual), (run.options, RunOptions())):
-        defaults = {leaf.flag: leaf.value for leaf in leaves(plain)}
+    found = list[Differs]()
+    for mine, plain in ((recipe, usual), (options, RunOptions())):
+        defaults = {leaf.path: leaf.value for leaf in leaves(plain)}
         for leaf in leaves(mine):
-            default = defaults.get(leaf.flag)
-            if leaf.path not in ELSEWHERE and leaf.value != default and (mine is not recipe or default != "auto"):
-                yield leaf.flag, leaf.value, default
+            default = leaf.field.default if leaf.path in DECIDING else defaults[leaf.path]
+            if leaf.value != default and leaf.path not in ELSEWHERE and ".trunk." not in leaf.path:
+                found.append((leaf.flag, leaf.value, default))
+    return found
 
 
 def _samples(run: Run) -> Iterator[Text | Gallery]:

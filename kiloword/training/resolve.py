@@ -28,6 +28,7 @@ from kiloword.files import Lock
 from kiloword.interop.text_towers import tokenizer_of
 from kiloword.methods.method import Method
 from kiloword.methods.registry import preset
+from kiloword.runs.page import Differs
 from kiloword.stores.features import FeatureStore
 from kiloword.stores.runs import stored
 from kiloword.training import start, tuning
@@ -79,6 +80,7 @@ class Run(Plan):
     skipped_in_a_row: int = 0
     reports: list[dict[str, float]] = field(default_factory=list)  # of the steps since the last row
     captions: int = 0  # of this rank since the last row
+    unusual: list[Differs] = field(default_factory=list)  # settings, for the report
 
     @property
     def finished(self) -> bool:

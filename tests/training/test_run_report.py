@@ -19,6 +19,7 @@ from runs import at_step, recipe
 
 WORDS = ["train", "siglip", "--data", "scenes?n=32", "--val", "scenes:test?n=8", "--size", "debug", "--steps", "4"]
 WORDS += ["--batch", "8", "--log-every", "1", "--eval-every", "2", "--optim.lr", "2e-3", "--quiet"]
+GIVEN = {"differs from its default", "--steps", "--batch", "--log-every", "--eval-every", "--optim.lr", "--quiet"}
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +45,8 @@ def test_the_page_shows_the_run(out: Path) -> None:
     )
     assert {row[0]: row[1] for row in read["Data"].tables[0]}["images"] == "32"
     changed = {row[0]: row[1:] for row in read["Settings"].tables[0]}
-    assert changed["--optim.lr"] == ["0.002", "0.001"]
-    assert changed["--log-every"] == ["1", "10"]
-    assert changed["--batch"][0] == "8"
-    assert "--optim.weight-decay" not in changed  # has its default
+    assert (changed["--optim.lr"], changed["--log-every"]) == (["0.002", "0.001"], ["1", "10"])
+    assert changed.keys() == GIVEN
     assert html.count("<img") == report.SAMPLES
     assert "kiloword train siglip --data 'scenes?n=32'" in read["Processes"].text
     assert torch.__version__ in read["Processes"].tables[0][1]
@@ -65,6 +64,12 @@ def test_a_finished_run_keeps_its_page_and_history(out: Path) -> None:
         main([*WORDS, "--out", str(out)])
         assert {name: (out / name).read_bytes() for name in before} == before
         assert (out / "model" / "README.md").read_text() == card
+
+
+def test_settings_of_a_run_from_another_model_are_compared_with_its_own_defaults(out: Path, tmp_path: Path) -> None:
+    main([*WORDS, "--init", str(out / "model"), "--lora.rank", "2", "--out", str(tmp_path)])
+    rows = sections((tmp_path / report.NAME).read_text())["Settings"].tables[0]
+    assert {row[0] for row in rows} == GIVEN | {"--init", "--lora.rank"}
 
 
 def test_a_stopped_run_is_reported_and_goes_on(tmp_path: Path) -> None:
