@@ -227,7 +227,7 @@ class DataConfig(BaseSettings):
     )
     together: int = setting(1, "group size: consecutive rows that always share a batch (hard negatives)", 1)
     decoder: Literal["pillow", "simplejpeg"] = setting("pillow", "decoder of images; simplejpeg is faster")
-    bad_share: float = setting(0.01, "stop when a larger share of the rows is bad", 0, 1)
+    bad_share: float = setting(0.01, "stop when a larger share of the samples is bad", 0, 1)
     tokenizer: str = setting("own", "own: trained on the captions; clip, siglip, or a file (docs/training.md)")
     tokenizer_vocab: int = setting(
         4096, "largest vocabulary of a tokenizer of the captions", 262, 1 << 22, flag="vocab"

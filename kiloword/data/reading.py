@@ -199,14 +199,14 @@ class BadRows:
     def count(self, skipped: Iterable[Skipped]) -> list[Skipped]:
         """Add the skipped samples of one step; returns the new ones that are to be named, the first of each reason.
 
-        Errors: ValueError, with the most frequent reasons, when more than the allowed share of the rows is bad.
+        Errors: ValueError, with the most frequent reasons, when more than the allowed share of the samples is bad.
         """
         new = {sample.row: sample for sample in skipped if sample.row not in self._seen}
         self._seen |= new
         named = [sample for sample in new.values() if self.left_out.add(sample.key, sample.reason)]
         if len(self) > self.share * self.rows:
             raise ValueError(
-                f"{len(self)} of the data set's {self.rows} rows are bad, more than the allowed {self.share:.2%}: "
+                f"{len(self)} of the data set's {self.rows} samples are bad, more than the allowed {self.share:.2%}: "
                 f"{self.left_out}. Look with `kiloword data check`; allow more with --bad-share, "
                 "or mend them and give another --out, as mended data are other data."
             )

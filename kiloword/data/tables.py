@@ -234,7 +234,7 @@ def _parsed(
                     flat += texts(cells[column][n], lines=column == "captions")
                 silent += len(flat) == before
             for _ in range(silent if columns.texts and not columns.question and silent < len(rows) else 0):
-                left.add(os.fsdecode(key), "empty caption")
+                left.add(os.fsdecode(key), "empty caption, but the image has others")
             if isinstance(label, str):
                 raise BadSample(label)
         except BadSample as bad:

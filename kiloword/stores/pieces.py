@@ -129,7 +129,7 @@ def computed(
         if len(bad_rows) == len(table):
             raise ValueError(f"{settings.data}: none of its {settings.rows} rows is a usable image: {bad}.")
         if report is not None and bad_rows:
-            say(*bad.lines(), f"{len(bad_rows):,} of {len(table):,} rows are bad, and not in the table.", to=report)
+            say(*bad.lines(), f"{len(bad_rows):,} of {len(table):,} samples are bad, and not in the table.", to=report)
         yield settings, table
 
 

@@ -133,7 +133,7 @@ def test_bad_samples_are_named_and_replaced(
 def test_too_many_bad_samples_stop_the_run(refused: Refused, tmp_path: Path) -> None:
     write_tar(tmp_path / "data" / "0.tar", pairs(24) | bad_members(["torn"]))
     output = refused(*train(tmp_path / "data", tmp_path / "out", "--batch", 25))
-    for words in ("1 of the data set's 25 rows", "1.00%", "torn", BAD["torn"][2], "--bad-share"):
+    for words in ("1 of the data set's 25 samples", "1.00%", "torn", BAD["torn"][2], "--bad-share"):
         assert words in output
 
 

@@ -63,5 +63,5 @@ def test_damaged_samples_are_counted_exactly(shards: Path, tmp_path: Path) -> No
 def test_more_than_is_allowed_stops_all_ranks(shards: Path, tmp_path: Path) -> None:
     run = torchrun(2, *words(shards, tmp_path / "out", "--workers", 1))
     assert run.returncode == 1  # of torchrun
-    assert re.search(r"3 of the data set's 200 rows are bad, .* 1\.00%.*--bad-share", run.stderr), run.stderr
+    assert re.search(r"3 of the data set's 200 samples are bad, .* 1\.00%.*--bad-share", run.stderr), run.stderr
     assert not (tmp_path / "out" / "model" / "model.safetensors").exists()

@@ -174,7 +174,7 @@ def test_bad_rows_are_counted_once_and_stop_a_run() -> None:
     for one in (bad, resumed):
         assert len(one) == 2
         with pytest.raises(
-            ValueError, match=r"3 of the data set's 200 rows are bad, more than the allowed 1.00%: .*trunc"
+            ValueError, match=r"3 of the data set's 200 samples are bad, more than the allowed 1.00%: .*trunc"
         ):
             one.count([Skipped(6, "k6", "truncated image")])
 

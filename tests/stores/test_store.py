@@ -176,7 +176,7 @@ def test_goes_on_after_an_interruption(tmp_path: Path, workers: int) -> None:
     teacher, lines = Colours(), StringIO()
     embed(teacher, images(), tmp_path / "cut", lines, batch=3)
     assert teacher.images == 1, "a finished store is left alone"
-    assert "1 of 40 rows are bad" in lines.getvalue()
+    assert "1 of 40 samples are bad" in lines.getvalue()
     assert "truncated image: k005\n" in lines.getvalue()
     assert files_of(tmp_path / "cut") == files_of(whole)
 

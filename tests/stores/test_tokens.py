@@ -202,7 +202,7 @@ def test_images_without_tokens_are_skipped_and_named(tmp_path: Path, capsys: pyt
     options = EmbedOptions(dtype="fp32", batch=5)
     embed_tokens(model, None, "images", source, tmp_path / "f", options, report=out)
     assert len(ImageTokens(tmp_path / "f")) == 40
-    assert "8 of 48 rows are bad" in out.getvalue()
+    assert "8 of 48 samples are bad" in out.getvalue()
     data = replace(run.data, image_features=(str(tmp_path / "f"),), bad_share=0.01)
     with pytest.raises(ValueError, match="--bad-share"):
         train(replace(run, data=data), tmp_path / "run", source, RunOptions())
