@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import groupby
 from pathlib import Path
@@ -66,8 +66,8 @@ Made = tuple[dict[str, Any], list[int]]
 """Values of a batch for the columns, of the rows that are not bad; how many tokens each caption has, of tokens."""
 
 
-def run(asked: Embed) -> None:
-    """What `kiloword embed` does, and prints. Ranks of torchrun share the rows.
+def run(asked: Embed, kinds: Sequence[TokenKind] = ("images", "texts")) -> None:
+    """What `kiloword embed` does, and prints. Ranks of torchrun share the rows. Args: kinds: of tokens.
 
     The precision is part of the store's identity and does not depend on the device, so that any can resume.
 
@@ -77,9 +77,9 @@ def run(asked: Embed) -> None:
     drawn.check()
     device = choose(asked.device)
     with together(device):
-        note, reads = "", list[TokenKind](("images", "texts"))
+        note, reads = "", list(kinds)
         if asked.tokens:
-            model, tokenizer, note = open_tower(asked.model, asked.trust)
+            model, tokenizer, note = open_tower(asked.model, asked.trust, kinds)
             model, size = model.to(device), model.config.image.size
             reads = [kind for kind in reads if trunk_of(model, kind) is not None]
         else:

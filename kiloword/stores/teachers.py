@@ -25,6 +25,7 @@ from kiloword.models.build import build
 from kiloword.models.model_folder import load_model, model_files
 from kiloword.models.trust import NONE, Trust
 from kiloword.stores.runs import is_model_folder, trunk_of
+from kiloword.stores.tokens import TokenKind
 from kiloword.types import Texts
 
 
@@ -106,10 +107,12 @@ def open_teacher(name: str, device: str = "auto", precision: str = "fp32", trust
     return KilowordTeacher(model, tokenizer, digest(model_files(folder)))
 
 
-def open_tower(tower: str, trust: Trust = NONE) -> tuple[Model, Tokenizer | None, str]:
+def open_tower(
+    tower: str, trust: Trust = NONE, kinds: Sequence[TokenKind] = ("images", "texts")
+) -> tuple[Model, Tokenizer | None, str]:
     """A model with the towers of other libraries that the user named, its tokenizer, and a message about the weights.
 
-    Args: tower: as `--image-tower` or `--text-tower` of train take it, or a model folder.
+    Args: tower: as `--image-tower` or `--text-tower` of train take it, or a model folder; kinds: that are wanted.
     Raises: ValueError for a tower that does not exist or whose weights are not named, and for a model folder without
     such towers.
     """
@@ -121,23 +124,23 @@ def open_tower(tower: str, trust: Trust = NONE) -> tuple[Model, Tokenizer | None
     if tower.startswith((TIMM, OPEN_CLIP)) and towers.parse(tower).file is None:
         raise ValueError(f"{tower} names no file of weights, and random tokens are worth nothing: give {tower}:FILE.")
     config, tokenizer, errors = sizes()["top"], None, list[str]()
-    try:
-        config = towers.with_image_tower(config, tower)
-    except ValueError as error:
-        errors.append(str(error))
-    try:
-        config, tokenizer = text_towers.with_text_tower(config, tower), text_towers.tokenizer_of(tower)
-        text_config = replace(config.text, vocab=tokenizer.vocab, special=tokenizer.roles.ids())
-        config = replace(config, text=text_config)
-    except ValueError as error:
-        errors.append(str(error))
-    if len(errors) == 2:
-        raise ValueError(f"{tower[:200]} is no tower. Of images: {errors[0]} Of texts: {errors[1]}")
+    for kind in kinds:
+        try:
+            if kind == "images":
+                config = towers.with_image_tower(config, tower)
+            else:
+                config, tokenizer = text_towers.with_text_tower(config, tower), text_towers.tokenizer_of(tower)
+                text = replace(config.text, vocab=tokenizer.vocab, special=tokenizer.roles.ids())
+                config = replace(config, text=text)
+        except ValueError as error:
+            errors.append(f"Of {kind}: {error}" if len(kinds) > 1 else str(error))
+    if len(errors) == len(kinds):
+        raise ValueError(" ".join(errors))
     towers.check_declared(config, tower, tower)
     model = build(config, preset("clip"))
-    image, text = trunk_of(model, "images"), trunk_of(model, "texts")
+    image, words = trunk_of(model, "images"), trunk_of(model, "texts")
     lines = [] if image is None else [towers.load(image, tower, "image tower")]
-    lines += [] if text is None else [text_towers.load(text, tower)]
+    lines += [] if words is None else [text_towers.load(words, tower)]
     return model, tokenizer, " ".join(lines)
 
 

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kiloword.api import Matcher, load
-from kiloword.config.recipes import AugmentConfig, DataConfig, Recipe
+from kiloword.config.recipes import DataConfig, Recipe
 from kiloword.data.edits import PARTS
 from kiloword.data.open import open_data
 from kiloword.evaluation.features import captioned, tile
 from kiloword.evaluation.retrieval import retrieval
 from kiloword.evaluation.task import Inputs
 from kiloword.files import write_json
-from kiloword.interop import text_towers, towers
 from kiloword.methods.defaults import default_recipe
 from kiloword.models.card import record_retrieval
 from kiloword.report import Block, Gallery, Page, Table, Text, Tile, made_by, say_blocks, write_page
 from kiloword.stores.command import Embed
-from kiloword.stores.runs import reading_tokens
+from kiloword.stores.embed import run as embed
+from kiloword.stores.runs import on_stores, reading_tokens
+from kiloword.stores.teachers import open_tower
+from kiloword.stores.tokens import TokenKind
 from kiloword.terminal import say
 from kiloword.training import start
 from kiloword.training.loop import RunOptions, train
@@ -66,7 +67,6 @@ def photos(options: Quickstart, out: Path) -> dict[str, dict[str, float]]:
     out by key. Returns: metrics by method.
     Raises: ValueError when a tower's package is not installed, data or settings cannot be used, or `out` holds others.
     """
-    check_packages(options)
     say(f"The models, and exports to onnx, torch and immich, hold {options.image_tower} and {options.text_tower}.")
     data, val = options.data, options.val
     if not val:
@@ -75,9 +75,9 @@ def photos(options: Quickstart, out: Path) -> dict[str, dict[str, float]]:
     stores = extract(options, (data, val), out / "tokens")
     metrics, tiles = dict[str, dict[str, float]](), dict[str, list[Tile]]()
     for name in METHODS:
-        chosen = recipe(options, name, data, stores[0], len(training))
+        chosen = on_stores(recipe(options, name, data, len(training)), (), stores[:1], stores[:1])
         folder = train(chosen, out / name, training, RunOptions(workers=1, keep_states=1))
-        metrics[name] = judged(load(folder), held_out, str(stores[1]), name, tiles)
+        metrics[name] = judged(load(folder), held_out, stores[1], name, tiles)
         record_retrieval(folder, " ".join(val), len(held_out), chosen.steps, metrics[name])
     facts = {"data": data, "val": val, "photos": len(training), "val_photos": len(held_out)}
     methods = [{"name": name, "retrieval": values} for name, values in metrics.items()]
@@ -102,41 +102,36 @@ def photos(options: Quickstart, out: Path) -> dict[str, dict[str, float]]:
     return metrics
 
 
-def check_packages(options: Quickstart) -> None:
-    """Raises: ValueError that names every package of weights that is missing."""
-    image, missing = towers.parse(options.image_tower), list[str]()
-    checks = [partial(text_towers.folder_of, options.text_tower)]
-    if image.name in towers.LITES and image.file is None:
-        checks.insert(0, partial(towers.packaged, image.name))
-    for check in checks:
+def extract(options: Quickstart, sources: Sequence[tuple[str, ...]], folder: Path) -> list[str]:
+    """Store the towers' tokens of training and validation photos, and of their captions: `kiloword embed --tokens`.
+
+    Raises: ValueError that names what is wrong with each tower, before a photo is read.
+    """
+    towers: dict[TokenKind, str] = {"images": options.image_tower, "texts": options.text_tower}
+    wrong, usual = list[str](), default_recipe("clip", "top", sources[0])
+    for kind, tower in towers.items():
         try:
-            check()
+            open_tower(tower, kinds=[kind])
         except ValueError as error:
-            missing.append(str(error))
-    if missing:
-        raise ValueError(" ".join(missing))
-
-
-def extract(options: Quickstart, sources: Sequence[tuple[str, ...]], folder: Path) -> list[Path]:
-    """Store the towers' tokens of training and validation photos, and of their captions: `kiloword embed --tokens`."""
-    usual = default_recipe("clip", "top", sources[0]).data.augment
-    augment = replace(usual, drop_words=0.0, drop_patches=0.0)  # without what changes captions
+            wrong.append(str(error))
+    if wrong:
+        raise ValueError(" ".join(wrong))
+    start.with_towers(usual, *towers.values())
+    augment = replace(usual.data.augment, drop_words=0.0, drop_patches=0.0)  # without what changes captions
     stores = [folder / "train", folder / "val"]
     for names, store in zip(sources, stores, strict=True):
-        for tower in (options.image_tower, options.text_tower):
-            several = options.views > 1 and (store, tower) == (stores[0], options.image_tower)
+        for kind, tower in towers.items():
+            several = options.views > 1 and (store.name, kind) == ("train", "images")
             drawn: dict[str, Any] = {"views": options.views, "augment": augment, "seed": options.seed}
-            Embed(model=tower, data=names, out=store, dtype="int8", tokens=True, **(drawn if several else {})).run()
-    return stores
+            made = Embed(model=tower, data=names, out=store, dtype="int8", tokens=True, **(drawn if several else {}))
+            embed(made, [kind])
+    return list(map(str, stores))
 
 
-def recipe(options: Quickstart, method: str, data: tuple[str, ...], store: Path, photos: int) -> Recipe:
-    """The run of a method on stored tokens; of few photos, an epoch has at least four batches."""
+def recipe(options: Quickstart, method: str, data: tuple[str, ...], photos: int) -> Recipe:
+    """The run of a method, without stored tokens; of few photos, an epoch has at least four batches."""
     base = start.with_towers(default_recipe(method, "top", data), options.image_tower, options.text_tower)
-    usual, stores = base.data.augment, (str(store),)
-    augment = replace(AugmentConfig() if options.views < 2 else usual, drop_words=0.0, drop_patches=usual.drop_patches)
-    own = replace(base.data, keep=options.keep, bad_share=1.0, augment=augment)  # `extract` names what is bad
-    own = replace(own, image_features=stores, text_features=stores)
+    own = replace(base.data, keep=options.keep, bad_share=1.0)  # `extract` names what is bad
     batch = 1 << max(1, (photos // 4).bit_length() - 1) if photos < 4 * BATCH else BATCH
     chosen = small_top(replace(base, data=own, batch=batch))
     return replace(chosen, settings=METHODS[method], seed=options.seed, steps=options.steps or STEPS)
@@ -150,7 +145,8 @@ def small_top(recipe: Recipe) -> Recipe:
     """
     model, deep = recipe.model, not set(DEEP).isdisjoint(recipe.method.split("+"))
     depth, width = (1, 256) if deep else (0, 512)
-    image = replace(model.image, width=width, mlp=4 * width, depth=depth, class_token=deep)
+    token = deep or model.head.image_pool == "cls"  # the trunk's own
+    image = replace(model.image, width=width, mlp=4 * width, depth=depth, class_token=token)
     text, head = model.text, replace(model.head, dim=width)
     if text.trunk.name:
         text, head = replace(text, depth=depth, init_std=0.02), replace(head, text_pool="mean")

