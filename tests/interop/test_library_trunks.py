@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -81,9 +80,10 @@ def check_same(text: str, theirs: torch.Tensor, images: torch.Tensor) -> Model:
 
 
 @pytest.mark.parametrize(
-    ("name", "prefix"), mostly_slow([("test_vit3", 1), ("test_efficientnet", 0), ("test_resnet", 0)], 0)
+    ("name", "prefix", "head"),
+    mostly_slow([("test_vit3", 1, "attn_pool"), ("test_efficientnet", 0, "classifier"), ("test_resnet", 0, "fc")], 0),
 )
-def test_tokens_of_timm(name: str, prefix: int, tmp_path: Path) -> None:
+def test_tokens_of_timm(name: str, prefix: int, head: str, tmp_path: Path) -> None:
     theirs = library("timm").create_model(name, pretrained=False).eval()
     randomise(theirs)
     save_file(theirs.state_dict(), tmp_path / "w.safetensors")
@@ -93,10 +93,8 @@ def test_tokens_of_timm(name: str, prefix: int, tmp_path: Path) -> None:
         tokens = theirs.forward_features(images)
     text = f"timm:{name}:{tmp_path / 'w.safetensors'}"
     model = check_same(text, tokens if prefix else tokens.flatten(2).transpose(1, 2), images)
-    assert model.config.image.trunk.prefix == prefix
+    assert (model.config.image.trunk.prefix, model.config.image.size) == (prefix, size)
     assert model.config.preprocess.mean == theirs.pretrained_cfg["mean"]
-    assert model.config.image.size == size
-    head = "fc" if name == "test_resnet" else "classifier" if name == "test_efficientnet" else "attn_pool"
     assert f"not used: net.{head}" in towers.load(model.image_tower.trunk, text, "image tower")
 
 
@@ -108,11 +106,8 @@ def test_timm_says_how_images_are_resized(name: str, resize: int | str) -> None:
 
 
 def test_layers_with_a_number_in_their_name_are_no_blocks() -> None:
-    """Before: `conv1` and `bn1` counted, and all blocks behind them were off by one or two."""
-    timm = library("timm")
-    config = towers.with_image_tower(BASE, "timm:test_resnet")
-    blocks = build(config, preset("clip"), seed=0).image_tower.trunk.blocks()
-    net = timm.create_model("test_resnet", pretrained=False)
+    net = library("timm").create_model("test_resnet", pretrained=False)
+    blocks = made("timm:test_resnet", False).image_tower.trunk.blocks()
     stages = [getattr(net, f"layer{n}") for n in range(1, 5) if hasattr(net, f"layer{n}")]
     assert len(blocks) == sum(map(len, stages))
     assert {name.split(".")[1] for name in blocks[0]} == {"conv1", "bn1", "layer1"}
@@ -134,24 +129,13 @@ def test_tokens_of_open_clip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert len(model.image_tower.trunk.blocks()) == 2  # the layers of OPEN_CLIP: `conv1` is none
 
 
-@pytest.mark.parametrize(
-    ("kind", "more", "prefix"),
-    mostly_slow(
-        [
-            ("vit", {}, 1),
-            ("dinov2", {}, 1),
-            ("dinov2_with_registers", {"num_register_tokens": 2}, 3),
-            ("siglip", {}, 0),
-            ("clip", {}, 1),
-            ("siglip_vision_model", {}, 0),
-            ("clip_vision_model", {}, 1),
-        ],
-        2,
-        4,
-    ),
-)
-def test_tokens_of_transformers(kind: str, more: Mapping[str, Any], prefix: int, tmp_path: Path) -> None:
-    transformers = library("transformers")
+KINDS = [("vit", 1), ("dinov2", 1), ("dinov2_with_registers", 3), ("siglip", 0), ("clip", 1)]
+KINDS += [("siglip_vision_model", 0), ("clip_vision_model", 1)]
+
+
+@pytest.mark.parametrize(("kind", "prefix"), mostly_slow(KINDS, 2, 4))
+def test_tokens_of_transformers(kind: str, prefix: int, tmp_path: Path) -> None:
+    transformers, more = library("transformers"), {"num_register_tokens": 2} if prefix == 3 else {}
     tower = {"vision_config": {**SMALL, **more}} if kind in ("siglip", "clip") else {**SMALL, **more}
     if kind in ("siglip", "clip"):
         tower["text_config"] = {"vocab_size": 50, **{k: v for k, v in SMALL.items() if "size" not in k or "hid" in k}}
@@ -173,9 +157,9 @@ def test_a_folder_is_complete_without_the_file(tmp_path: Path) -> None:
     transformers = library("transformers")
     theirs = transformers.AutoModel.from_config(transformers.AutoConfig.for_model("dinov2", **SMALL))
     theirs.save_pretrained(tmp_path / "theirs")
-    model = made(f"hf:{tmp_path / 'theirs'}")
     tokenizer = Tokenizer.train(["a red dog"], vocab=300)
-    config = replace(model.config, text=replace(model.config.text, vocab=tokenizer.vocab))
+    base = replace(BASE, text=replace(BASE.text, vocab=tokenizer.vocab))
+    config = towers.with_image_tower(base, f"hf:{tmp_path / 'theirs'}")
     model = build(config, preset("clip"), seed=0)
     towers.load(model.image_tower.trunk, f"hf:{tmp_path / 'theirs'}", "image tower")
     save_model(tmp_path / "ours", model, tokenizer, ModelFile(method="clip", settings={}, model=config))
@@ -216,8 +200,6 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     save_file(timm.create_model("test_vit2").state_dict(), tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match="timm:test_vit"):
         made(f"timm:test_vit:{tmp_path / 'other.safetensors'}")
-    trunk = made("timm:test_vit", False).image_tower.trunk
-    assert "random weights, as no file" in towers.load(trunk, "timm:test_vit", "")
     with pytest.raises(ValueError, match=r"there is no .*config.json"):
         made(f"hf:{tmp_path}")
     (tmp_path / "config.json").write_text(json.dumps(VIT))
@@ -241,13 +223,21 @@ def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_a_frozen_trunk_has_weights() -> None:
-    """Random ones that nothing trains are an error; `--freeze none` trains them."""
-    library("timm")
-    tower = "timm:test_vit"
-    recipe = start.with_towers(replace(default_recipe("clip", "debug", ("scenes",)), model=BASE), image_tower=tower)
+    """Random ones that nothing trains are an error; `--freeze none` trains them. A user's module can be registered."""
+
+    @library("timm").models.register_model
+    def own(pretrained: bool, **options: Any) -> Any:
+        net: Any = torch.nn.Conv2d(3, 8, 16, 16)
+        net.forward_features, net.num_features = net.forward, 8
+        net.pretrained_cfg = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+        return net
+
+    base = default_recipe("clip", "debug", ("scenes",))
+    recipe = start.with_towers(replace(base, model=BASE), image_tower="timm:own")
     model = build(recipe.model, preset("clip"), seed=0)
+    assert model.encode_image(torch.zeros(2, 3, 32, 32, dtype=torch.uint8))[1]["vec"].shape == (2, 8)
     for freeze in ((), ("image",), ("text", "image:trunk")):
-        with pytest.raises(ValueError, match="give timm:test_vit:FILE, or train the trunk from scratch"):
+        with pytest.raises(ValueError, match="give timm:own:FILE, or train the trunk from scratch"):
             start.load_towers(model, replace(recipe, freeze=freeze))
     for trained in ({"freeze": ("none",)}, {"unfreeze": (0.5,)}):
         assert "random weights" in start.load_towers(model, replace(recipe, **trained))
