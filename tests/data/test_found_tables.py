@@ -51,7 +51,8 @@ def test_an_empty_caption_beside_others_is_counted(photos: Path) -> None:
     (photos / "t.csv").write_text(rows("image|caption", "0.png|a dog", "0.png|", "1.png|a cat", "2.png|"))
     source = open_source(str(photos / "t.csv"))
     assert source.record(0).captions == ["a dog"]
-    assert [note for note in source.notes if "empty caption, but the image has others: 0" in note]  # 2.png has no caption at all: a bad sample
+    # 2.png has no caption at all: a bad sample
+    assert [note for note in source.notes if "empty caption, but the image has others: 0" in note]
 
 
 @pytest.mark.parametrize(
