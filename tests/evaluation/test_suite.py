@@ -84,7 +84,7 @@ def test_one_table_of_all_data_sets(tmp_path: Path, folder: Path, capsys: pytest
     assert re.search(rf"classes +1 of 2, incomplete +{colours['acc1']:.4f}\n", output)
     assert re.search(rf"pairs of all kinds +mean of 1 +{pair_mean:.4f}\n", output)
     assert re.search(rf"average +2 of 3, incomplete +{mean:.4f}\n", output)
-    assert f"missing: absent (looked for as {tmp_path}/absent, {tmp_path}/wds_absent, " in output
+    assert f"missing: absent (looked for as {tmp_path}/vtab/absent, {tmp_path}/wds_vtab-absent, " in output
     written = json.loads(files[0].read_text())
     assert written["data_sets"]["colours"]["metrics"] == {"siglip": colours}
     assert written["data_sets"]["pairs"]["metrics"] == {"siglip": pairs}
@@ -150,7 +150,7 @@ def test_a_data_set_that_fails_does_not_end_the_others(
 ) -> None:
     (tmp_path / "colours").mkdir()
     wrong = PAIRS.replace("recall@1", "recall@7").replace('"pairs"', '"wrong"')
-    suite = suite_file(tmp_path, COLOURS, wrong, PAIRS)
+    suite = suite_file(tmp_path, COLOURS.replace("scenes:test?task=colour&n=12", "colours"), wrong, PAIRS)
     assert ran(suite, folder, folder_of("clip"), "--data", tmp_path, "--json", tmp_path / "r.json") == 1
     output = capsys.readouterr().out
     assert "failed: colours with siglip: " in output
@@ -176,7 +176,7 @@ def test_a_data_set_that_fails_does_not_end_the_others(
         (COLOURS.replace('"classes"', '"colours"'), "", "group"),
         ("dataset = []", "", "dataset"),
         ("x = ", "", "mine.toml"),
-        (ABSENT, "", "wds_absent"),
+        (ABSENT, "", "wds_vtab-absent"),
         (COLOURS, "--only colors", "colours"),
         (COLOURS, "--data nowhere", "nowhere"),
         (COLOURS, "--out {folder}/mine.toml/x", "cannot write"),
@@ -206,6 +206,7 @@ def test_where_data_sets_are_found(place: str, tmp_path: Path) -> None:
     split = tmp_path / "wds_dtd" / "val"  # a folder with the split has precedence
     split.mkdir(parents=True)
     assert replace(entry, split="val").located(tmp_path) == str(split)
+    assert replace(entry, name="scenes", data=("scenes:test?n=60",)).located(tmp_path) == "scenes:test?n=60"
 
 
 def test_options_that_name_files_are_found_below_the_root(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ class Entry(BaseSettings):
     name: str
     task: str  # one of `kiloword.evaluation.NAMES`
     metric: str | tuple[str, ...]  # the metric that counts; of several, their mean
-    # folders or files to look for below the root besides `name`; scenes and URLs as they are
+    # folders or files to look for below the root, before `name`; scenes and URLs as they are
     data: tuple[str, ...] = ()
     split: str | None = None  # folder of the split within; None: the suite's
     options: Mapping[str, Any] = field(default_factory=dict)  # of the task
@@ -48,11 +48,11 @@ class Entry(BaseSettings):
     def places(self, root: Path) -> list[str]:
         """Where the data set may be, most likely first, without the folder of the split; scenes and URLs as they are.
 
-        For the name vtab/dtd: `vtab/dtd`, `wds_vtab-dtd` (CLIP_benchmark), `wds_vtab-dtd_test` (DataComp),
-        `wds/vtab/dtd`, `wds/wds_vtab-dtd`, `vtab-dtd`.
+        Of `data` before the name. For vtab/dtd: `vtab/dtd`, `wds_vtab-dtd` (CLIP_benchmark), `wds_vtab-dtd_test`
+        (DataComp), `wds/vtab/dtd`, `wds/wds_vtab-dtd`, `vtab-dtd`.
         """
         listed = list[str]()
-        for name in (self.name, *self.data):
+        for name in (*self.data, self.name):
             flat = name.replace("/", "-")
             forms = (name, f"wds_{flat}", f"wds_{flat}_{self.split}", f"wds/{name}", f"wds/wds_{flat}", flat)
             listed += [name] if _is_elsewhere(name) else [str(root / form) for form in forms]
