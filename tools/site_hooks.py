@@ -25,7 +25,7 @@ PLACED = {  # pages of the repository outside docs/ -> their place in the site
     "SECURITY.md": "project/security.md",
 }
 SOURCES = {place: source for source, place in PLACED.items()}
-SETTINGS = re.compile(r"<!-- settings: (\S+) -->")  # where a page shows the settings of a method
+SETTINGS = re.compile(r"^`kiloword train (\S+) --help-all` lists them\.$", re.MULTILINE)  # where the site shows them
 ARGUMENTS = re.compile(r"<p>Args: (.*?)</p>", re.DOTALL)
 SOURCE = re.compile(r'(?<=<img src=")(?!\w+:)[^"]+')
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>(?:`[^`]*`|[^\[\]`])*)\]\((?P<path>(?!\w+:)[^)#\s]+)(?P<heading>#[^)]*)?\)")

@@ -45,7 +45,7 @@ class Mined(BaseSettings):
     p2: float = setting(0.92, "S_ii of the image and the text's image", ABOVE_0, 1, hint=MISSING)
     p3: float = setting(0.99, "S_tt, the mean cosine of the text and the image's texts", ABOVE_0, 1, hint=MISSING)
     p1_text: float = setting(
-        0.24, "S_it required in addition to p3, below p1; near 0: S_tt decides alone", ABOVE_0, 1, hint=MISSING
+        0.24, "p1' of eq. 2: S_it required beside p3, below p1; near 0: S_tt decides alone", ABOVE_0, 1, hint=MISSING
     )
     annotated_always: bool = setting(True, "annotated pairs are positives whatever their cosines")
     teacher: str = setting("teacher", "name of the precomputed features")
