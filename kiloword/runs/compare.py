@@ -23,7 +23,7 @@ from kiloword.terminal import say, warn
 FORMAT = "kiloword-compare-1"
 SAME = ("seed", "micro", "chunk", "data.bad_share", "data.workers")  # settings in which the runs of a group may differ
 INTRO = (
-    "Runs that differ in their seed alone are one group, named by its first run: means over n runs ± the standard "
+    "Runs that differ in their seed alone are one group: means over n runs ± the standard "
     "deviation of the sample. Losses of different methods or batch sizes are different quantities."
 )
 
@@ -124,7 +124,8 @@ def groups_of(runs: Sequence[Run]) -> list[Group]:
         last = [
             {name: curve[1][-1] for name, curve in series(run).items()} | {"pairs_per_s": run.speed} for run in some
         ]
-        groups.append(Group(some[0].name, chosen, cells_of(last), some))
+        name = some[0].name + f" and {len(some) - 1} more" * (len(some) > 1)
+        groups.append(Group(name, chosen, cells_of(last), some))
     return groups
 
 

@@ -36,8 +36,8 @@ def test_seeds_are_one_group_with_a_spread(runs: Path, capsys: pytest.CaptureFix
     file, page = runs.parent / "compared.json", runs.parent / "compared.html"
     main(["compare", str(runs), "--json", str(file), "--html", str(page)])
     by_name = {group["name"]: group for group in json.loads(file.read_text())["groups"]}
-    assert list(by_name) == ["fast-0", "other", "slow-0"]
-    slow = by_name["slow-0"]
+    assert list(by_name) == ["fast-0 and 1 more", "other", "slow-0 and 1 more"]
+    slow = by_name["slow-0 and 1 more"]
     assert [(Path(run["folder"]).name, run["state"], run["step"]) for run in slow["runs"]] == [
         ("slow-0", "finished", 3),
         ("slow-1", "finished", 3),
@@ -53,11 +53,11 @@ def test_seeds_are_one_group_with_a_spread(runs: Path, capsys: pytest.CaptureFix
     read = sections(page.read_text())
     differ, last = (read[name].tables[0] for name in ("Settings that differ", "Last values"))
     assert differ == [
-        ["setting", "fast-0", "other", "slow-0"],
+        ["setting", "fast-0 and 1 more", "other", "slow-0 and 1 more"],
         ["method", "clip", "siglip", "clip"],
         ["optim.lr", "0.002", "0.001", "0.001"],
     ]
-    assert last[:2] == [["", "fast-0", "other", "slow-0"], ["n", "2", "1", "2"]]
+    assert last[:2] == [["", "fast-0 and 1 more", "other", "slow-0 and 1 more"], ["n", "2", "1", "2"]]
     assert ["rsum", "2 ± 0", "1.6", "1 ± 0.28"] in last
     assert ["loss of siglip, batch 10", "–", "1.667", "–"] in last
 
@@ -70,7 +70,7 @@ def test_runs_of_several_batches_and_sizes_are_several_groups(runs: Path) -> Non
     (runs / "fast-1" / "config.json").write_text("{")  # is like no other
     main(["compare", str(runs), "--json", str(runs.parent / "c.json"), "--html", str(runs.parent / "c.html")])
     groups = {group["name"]: group for group in json.loads((runs.parent / "c.json").read_text())["groups"]}
-    assert list(groups) == ["<script>", "fast-0", "fast-1", "other", "slow-0"]
+    assert list(groups) == ["<script>", "fast-0", "fast-1", "other", "slow-0 and 1 more"]
     assert groups["fast-1"]["settings"] == {}
     assert "model.width" not in groups["other"]["settings"]  # the size implies it
     assert "loss of clip, batch 20" in groups["<script>"]["metrics"]
