@@ -136,7 +136,7 @@ class Matcher:
             raise ValueError(f"the batch size is {size}: expected at least 1.")
 
         def encode(part: slice) -> Features:
-            return self.model.encode_image(self.pixels(several[part], part.start))[1]
+            return self.model.image_features(self.pixels(several[part], part.start))
 
         with inference(self.model), showing(progress):
             encoded = in_batches(len(several), size, encode, smaller=batch is None)

@@ -27,7 +27,7 @@ class Towers(nn.Module):
 
     def encode_image(self, images: Tensor) -> Tensor:
         """uint8 [n, 3, H, W] -> [n, D], norm 1."""
-        features: Tensor = self.model.encode_image(images)[1]["vec"]
+        features: Tensor = self.model.image_features(images)["vec"]
         return features
 
     def encode_text(self, texts: Texts) -> Tensor:

@@ -227,7 +227,7 @@ def seen(
         if not images.is_floating_point():
             return inputs.matcher.encode_image(images, batch=inputs.batch)
         with inference(model):
-            return model.encode_image(images.to(model.device))[1]
+            return model.image_features(images.to(model.device))
 
     def encoded(part: EvalBatch) -> Seen:
         images = (encode or usual)(part.images)

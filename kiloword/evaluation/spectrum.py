@@ -30,7 +30,7 @@ def run(inputs: Inputs, options: NoOptions) -> Findings:
 
     def encode(part: EvalBatch) -> Tensor:
         with inference(model):
-            tokens = model.encode_image(part.images.to(model.device))[0]
+            tokens = model.image_tokens(part.images.to(model.device))
             return tower_output(model, tokens).flatten(0, 1).cpu()
 
     vectors, spread = covariance(per_batch(inputs, encode))

@@ -201,15 +201,16 @@ class Tower(nn.Module):
         self.norm = nn.LayerNorm(config.width, config.norm_eps)
         self.uncertainty_blocks = nn.ModuleList(Block(config, config.depth) for _ in range(beside))
 
-    def through_blocks(self, x: Tensor, *args: object) -> tuple[Tensor, Tensor | None]:
-        """What the last blocks of both paths give, not normed; None without a second path."""
+    def through_blocks(self, x: Tensor, *args: object, only: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """What the last blocks of both paths give, not normed; None without a second path. Args: only: as of `Block`,
+        for the last block of the first path."""
         beside = None
         for n, block in enumerate(self.blocks):
             if self.uncertainty_blocks and n == len(self.blocks) - len(self.uncertainty_blocks):
                 beside = x
                 for other in self.uncertainty_blocks:
                     beside = other(beside, *args)
-            x = block(x, *args)
+            x = block(x, *args, only=only if n + 1 == len(self.blocks) else None)
         return x, beside
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kiloword.config.recipes import ModelConfig
+from kiloword.distributed.collectives import whole
 from kiloword.distributed.device import device_type
 from kiloword.model.blocks import Init
 from kiloword.model.pooling import ImagePool, TextPool, at_least_float
@@ -261,7 +262,7 @@ class Head(nn.Module):
         if self.log_limit is not None:
             loaded = state_dict.get(prefix + "log_scale")
             stored = state_dict.get(prefix + "log_limit", self.log_limit)
-            values = [_number(x) for x in (stored, loaded) if x is not None]
+            values = [float(whole(x).detach()) for x in (stored, loaded) if x is not None]
             self._limit = max(self._limit, *values)
             state_dict[prefix + "log_limit"] = torch.full_like(self.log_limit, self._limit)
         else:
@@ -271,12 +272,6 @@ class Head(nn.Module):
     def initial(self) -> dict[str, Init]:
         log_scale = {"log_scale": Init(math.log(self.scale.start))}
         return log_scale if self.bias is None else {**log_scale, "bias": Init(self.scale.bias or 0.0)}
-
-
-def _number(x: Tensor) -> float:
-    """Value of a [1] (or, in imported weights, scalar) tensor that may be sharded."""
-    full = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return float(full.detach())
 
 
 class Single(Pooling):

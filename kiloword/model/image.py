@@ -75,19 +75,22 @@ class ImageTower(Tower):
         own_class = config.class_token and not config.trunk.prefix
         self.add_blocks(config, beside, own_class or config.extra_tokens > 0 or config.uncertainty_token)
 
-    def forward(self, images: Tensor, keep: Tensor | None = None, masked: Tensor | None = None) -> Tensor:
+    def forward(
+        self, images: Tensor, keep: Tensor | None = None, masked: Tensor | None = None, patches: bool = True
+    ) -> Tensor:
         """Encode images.
 
         Args: images [I, 3, H, W] normalised, or tokens of the trunk [I, prefix + P, W']; keep [I, k] int64, indices of
-        the patches to keep (None: all); masked [I, P] bool, the patches to replace by the mask token. With a trunk,
-        patches are places of its map, which has seen all of them.
+        the patches to keep (None: all); masked [I, P] bool, the patches to replace by the mask token; patches: whether
+        to return them. With a trunk, patches are places of its map, which has seen all of them.
         Returns: [I, E + P, W] (or E + k), normed: class token, extra tokens, uncertainty token, patches in the order of
         `keep`.
         """
         x = self._embed(images, keep, masked)
         if self.pre_norm is not None:
             x = self.pre_norm(x)
-        x, beside = self.through_blocks(x)
+        before = None if patches else torch.arange(extra(self.config), device=x.device).expand(len(x), -1)
+        x, beside = self.through_blocks(x, only=before)
         out: Tensor = self.norm(x)
         if beside is None:
             return out

@@ -14,7 +14,7 @@ from kiloword.config.recipes import EncoderPrecision, ImageConfig, ModelConfig, 
 from kiloword.distributed.device import precision_of
 from kiloword.model.blocks import Init
 from kiloword.model.encoding import chunks, rows
-from kiloword.model.heads import Head
+from kiloword.model.heads import Head, Single
 from kiloword.model.image import ImageTower, grid
 from kiloword.model.pooling import at_least_float
 from kiloword.model.resnet import ResNet, check_vit
@@ -69,18 +69,28 @@ class Model(nn.Module):
     ) -> tuple[Tensor, Features]:
         """Tokens [I, E + P, W] and features of uint8 images; `keep` and `masked` as in `ImageTower`."""
         tokens = self.image_tokens(images, keep, masked)
+        return tokens, self._image_features(tokens)
+
+    def image_features(self, images: Tensor) -> Features:
+        """Features of uint8 images, as of `encode_image`; the last block computes patches only if they are read."""
+        patches = type(self.head.pooling).image is not Single.image or self.config.head.image_pool != "cls"
+        return self._image_features(self.image_tokens(images, patches=patches))
+
+    def _image_features(self, tokens: Tensor) -> Features:
         with self.computing():
             features = self.head.image(tokens)
-        return tokens, {name: self._out(value) for name, value in features.items()}
+        return {name: self._out(value) for name, value in features.items()}
 
-    def image_tokens(self, images: Tensor, keep: Tensor | None = None, masked: Tensor | None = None) -> Tensor:
-        """Tokens [I, E + P, W] of uint8 images, or of their trunk's tokens; `keep` and `masked` as in `ImageTower`."""
+    def image_tokens(
+        self, images: Tensor, keep: Tensor | None = None, masked: Tensor | None = None, patches: bool = True
+    ) -> Tensor:
+        """Tokens [I, E + P, W] of uint8 images, or of their trunk's tokens; other arguments as of `ImageTower`."""
         of_trunk = images.is_floating_point() and images.dim() == 3
         if of_trunk and not self.config.image.trunk.name:
             raise ValueError("these are tokens of a trunk, but the image tower has none: encode images.")
         with self.computing():
             inputs = images if of_trunk else self.normalise(images)
-            tokens: Tensor = self.image_tower(inputs, keep, masked)
+            tokens: Tensor = self.image_tower(inputs, keep, masked, **({} if patches else {"patches": False}))
         return self._out(tokens)
 
     def image_trunk(self, images: Tensor) -> Tensor:
@@ -117,7 +127,7 @@ class Model(nn.Module):
 
     def computing(self) -> AbstractContextManager[object]:
         """Context in which towers and decoders that are called directly compute in `precision`; outputs can be bf16."""
-        return precision_of(self.precision, self.mean.device.type)()
+        return precision_of(self.precision, self.device.type)()
 
     def _out(self, x: Tensor) -> Tensor:
         return at_least_float(x) if self.precision == "bf16" else x

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kiloword.config.recipes import HeadConfig, ImageConfig, TextConfig
 from kiloword.model.attention import HALF, Packing, attention
-from kiloword.model.blocks import CrossAttention, Init, Mlp, dividing
+from kiloword.model.blocks import CrossAttention, Init, Mlp
 from kiloword.model.image import extra, grid
 from kiloword.types import Texts
 
@@ -77,23 +77,21 @@ class MapPool(CrossAttention):
         return {"probe": Init(std=self.config.init_std or self.config.width**-0.5)}
 
 
-class AttentionPool(nn.Module):
+class AttentionPool(CrossAttention):
     """The mean of the patches attends to itself and to all of them (arXiv:2103.00020, section 2.4)."""
 
     def __init__(self, config: ImageConfig) -> None:
-        super().__init__()
         width = config.width
-        self.heads, self.std = dividing(config.heads, width), config.init_std or width**-0.5
+        super().__init__(width, config.heads, width)
+        del self.out  # the head's projection follows
+        self.std = config.init_std or width**-0.5
         self.positions = nn.Parameter(torch.empty(1 + grid(config) ** 2, width))  # the mean's first
-        self.q = nn.Linear(width, width)
-        self.kv = nn.Linear(width, 2 * width)
 
-    def forward(self, patches: Tensor) -> Tensor:
-        """[I, P, W] -> [I, W], the heads side by side: the head's projection follows."""
+    def forward(self, patches: Tensor) -> Tensor:  # type: ignore[override]
+        """[I, P, W] -> [I, W], the heads side by side."""
         x = torch.cat([patches.mean(1, keepdim=True), patches], 1) + self.positions
         q = self.q(x[:, :1]).unflatten(-1, (self.heads, -1))
-        k, v = self.kv(x).unflatten(-1, (2, self.heads, -1)).unbind(-3)
-        return attention(q, k, v).flatten(-2)[:, 0]
+        return attention(q, *self.keys(x)).flatten(-2)[:, 0]
 
     def initial(self) -> dict[str, Init]:
         return {"positions": Init(std=self.std)}
@@ -135,19 +133,12 @@ class TextPool(nn.Module):
     def forward(self, tokens: Tensor, texts: Texts) -> Tensor:
         if self.kind == "last":
             return tokens.index_select(0, texts.starts[1:] - self.from_end)
-        packing = Packing.of(texts)
-        lengths = texts.starts.diff() - self.extra  # mean and maximum include words, start and end
+        packing, every, mean = Packing.of(texts), texts.starts.diff(), self.kind == "mean"
+        lengths = every - self.extra  # mean and maximum include words, start and end
         words = packing.place < lengths[packing.text]
-        if self.kind == "mean":
-            return reduced(tokens * words[:, None], "sum", texts) / lengths[:, None]
-        return reduced(tokens.masked_fill(~words[:, None], -math.inf), "max", texts)
-
-
-def reduced(tokens: Tensor, kind: Literal["sum", "max"], texts: Texts) -> Tensor:
-    """Sum or maximum of the tokens of each text, without padding: [S + tail, W] -> [T, W]."""
-    lengths = texts.starts.diff()
-    out: Tensor = torch.segment_reduce(tokens[: len(texts.ids)], kind, lengths=lengths, axis=0, unsafe=True)
-    return out
+        read = tokens * words[:, None] if mean else tokens.masked_fill(~words[:, None], -math.inf)
+        out: Tensor = torch.segment_reduce(read, "sum" if mean else "max", lengths=every, axis=0, unsafe=True)
+        return out / lengths[:, None] if mean else out
 
 
 def place_from_end(config: TextConfig, name: str) -> int:

@@ -139,6 +139,7 @@ class Stored:
     shown: StoreFile | None
     image_tokens: FoundImages | None
     tokenizer: Tokenizer
+    told: list[str]  # notes for the user
 
 
 def stored(
@@ -154,7 +155,7 @@ def stored(
     Raises: ValueError for stores of other data or another augmentation, and where captions or views change.
     """
     features = [store.of(source) for store in stores]
-    augmented, found = any(store.file.augmented for store in stores), None
+    augmented, found, told = any(store.file.augmented for store in stores), None, list[str]()
     if augmented:
         _check_shown(stores, data)
     if data.image_features:
@@ -169,6 +170,12 @@ def stored(
         tokens, wanted = opened(data.image_features, ImageTokens), of_images(data.augment)
         found = FoundImages(sorted(tokens, key=lambda store: of_images(store.file.augment) != wanted), source)
         _check_shown(found.stores, data)
+        missing = [(store.file.rows - len(store), store.file.rows) for store in found.stores]
+        told = [
+            f"{n:,} of {rows:,} rows have no tokens, since `embed` could not read them: others replace them."
+            for n, rows in missing
+            if n
+        ]
     if data.text_features:
         texts = opened(data.text_features, TextTokens)
         check_texts(texts, source, tokenizer)
@@ -179,7 +186,7 @@ def stored(
                 f"{what} changes captions, but --text-features has tokens of whole captions alone: omit one of them."
             )
         tokenizer = TokenizerWithTokens(tokenizer, texts)
-    return Stored(features, stores[0].file if augmented else None, found, tokenizer)
+    return Stored(features, stores[0].file if augmented else None, found, tokenizer, told)
 
 
 def _check_shown(stores: Sequence[Store], data: DataConfig) -> None:

@@ -44,7 +44,7 @@ class KilowordTeacher:
     def encode_images(self, images: Tensor) -> Tensor:
         """uint8 [n, 3, size, size], of `EvalTransform(size, resize)` -> float32 [n, D] on the CPU, unit norm."""
         with inference(self.model):
-            return _unit(self.model.encode_image(images.to(self.model.device))[1]["vec"])
+            return _unit(self.model.image_features(images.to(self.model.device))["vec"])
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
         """t texts -> float32 [t, D] on the CPU, unit norm; t may be 0."""
@@ -118,7 +118,7 @@ def open_tower(
     """
     if is_model_folder(tower):
         loaded = load_model(Path(tower).expanduser(), trust=trust)
-        if not any(trunk_of(loaded[0], kind) for kind in kinds):
+        if trunk_of(loaded[0], "images") is None and trunk_of(loaded[0], "texts") is None:
             raise ValueError(f"{tower} has no tower of another library: omit --tokens for features of its own towers.")
         return *loaded, ""
     if tower.startswith((TIMM, OPEN_CLIP)) and towers.parse(tower).file is None:

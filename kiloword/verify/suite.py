@@ -275,7 +275,7 @@ def _save_and_load(method: Chosen, trunks: Trunks) -> float:
         file = ModelFile(method=name, settings=settings or {}, model=model.config, size="debug")
         save_model(Path(folder), model, tokenizer, file)
         loaded, _ = load_model(folder, trust=Trust(named=name))
-        a, b = (m.score(m.encode_image(data.images)[1], m.encode_text(data.texts)[1]) for m in (model, loaded.eval()))
+        a, b = (m.score(m.image_features(data.images), m.encode_text(data.texts)[1]) for m in (model, loaded.eval()))
     return float((a - b).abs().max())
 
 
