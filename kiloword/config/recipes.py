@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 from kiloword.addresses import public
@@ -22,6 +23,8 @@ NO_MICRO = (
     "batch norm needs the statistics of the whole batch, which micro-batches do not have: omit --micro (more GPUs, "
     "--checkpointing whole and --parallel fsdp save memory too), or choose a tower without batch norm."
 )
+SHAPE = [f"{tower}.{name}" for tower in ("image", "text") for name in ("width", "depth", "heads", "mlp")]
+TOWERS = attrgetter("image.patch", "image.tower", *SHAPE)
 OWN_SPECIAL = {"start": 0, "end": 1, "pad": 2, "mask": 3, "cls": 4, "unc": 5}  # of tokenizers trained by kiloword
 
 
@@ -338,6 +341,11 @@ def sizes() -> dict[str, ModelConfig]:
     }
 
 
+def size_of(model: ModelConfig) -> str:
+    """The named size whose towers a model has, else "custom"."""
+    return next((name for name, named in sizes().items() if TOWERS(named) == TOWERS(model)), "custom")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelFile(BaseSettings):
     """The contents of `config.json` in a model folder."""
@@ -347,5 +355,5 @@ class ModelFile(BaseSettings):
     model: ModelConfig
     size: str = "custom"
     steps: int = 0  # of the training
-    data: str = ""  # training data
+    data: str = ""  # training data, in brackets the weights that the training began with and how it changed them
     format: Literal["kiloword-model-1"] = "kiloword-model-1"

@@ -172,3 +172,12 @@ def differing(a: Any, b: Any, at: str = "") -> dict[str, tuple[Any, Any]]:
             out |= differing(a.get(k), b.get(k), f"{at}.{k}" if at else k)
         return out
     return {} if a == b else {at: (a, b)}
+
+
+def leaves_of(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Plain values of nested settings by dotted paths."""
+    if isinstance(settings, dict) and settings:
+        for name, inner in settings.items():
+            yield from leaves_of(inner, f"{path}.{name}" if path else name)
+    else:
+        yield path, settings

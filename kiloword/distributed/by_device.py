@@ -82,7 +82,7 @@ def summary(requested: Recipe, settled: Recipe, device: str, workers: int, resum
     cuda = device.startswith("cuda")
     slow = not cuda and not cpu_has_bf16()
     reasons = {
-        "precision": f"size {settled.size}" + " on a CPU without bf16" * slow,
+        "precision": f"as for size {settled.size}" + " on a CPU without bf16" * slow,
         "matmul": "TF32" if cuda else "as torch is set",
     }
     for name in reasons:

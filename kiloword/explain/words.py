@@ -102,8 +102,7 @@ def gradcam(matcher: Matcher, image: Tensor, texts: Sequence[str], target: Targe
     def values(tokens: Tensor) -> Tensor:
         """What is explained: [T]."""
         if target == "score":
-            scores: Tensor = model.score(model.head.image(tokens), features)[0]
-            return scores
+            return model.score(model.head.image(tokens), features)[0]
         keys = writer(model).remember(model.memory(tokens))
         memory = DecoderMemory(keys).take(torch.zeros(len(packed), dtype=torch.int64, device=image.device))
         log_p, text = log_probabilities(model, packed, words, memory)

@@ -67,13 +67,8 @@ def _state(value: Any) -> dict[str, Tensor]:
     if not isinstance(value, dict):
         return {}
     state = {k: x for k, x in value.items() if not isinstance(x, int | float | None)}
-    return state if 2 * len(state) > len(value) and all(map(_plain, state.values())) else {}
-
-
-def _plain(value: Any) -> bool:
-    return (
-        isinstance(value, Tensor)
-        and value.layout == torch.strided
-        and value.device.type == "cpu"
-        and not (value.is_quantized or value.is_complex())
+    plain = (
+        isinstance(x, Tensor) and x.layout == torch.strided and x.is_cpu and not (x.is_quantized or x.is_complex())
+        for x in state.values()
     )
+    return state if 2 * len(state) > len(value) and all(plain) else {}

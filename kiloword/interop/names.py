@@ -70,7 +70,7 @@ def _of_open_clip(model: str, weights: Path) -> Path:
     place = _place(f"open_clip:{model}", [weights, *filter(Path.is_file, [Path(model)])])
     if not (place / "model.safetensors").is_file():  # written last
         imported = import_state(model, read(weights))
-        folder.write(imported, weights, place, f"open_clip {model}")
+        folder.write(imported, weights, place, f"open_clip {Path(model).name}")
         warn_once(f"note: {assumed(model, imported.config)}")
     return place
 

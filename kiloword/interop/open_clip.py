@@ -64,5 +64,5 @@ def assumed(name: str, config: ModelConfig) -> str:
 def main(name: str, path: Path, out: Path) -> None:
     """Write a model folder from a file of open_clip's weights, and print a report. Args: name: as of `raw_config`."""
     imported = import_state(name, read(path))
-    folder.bring(imported, path, out, f"open_clip {name}")
+    folder.bring(imported, path, out, f"open_clip {Path(name).name}")
     say(assumed(name, imported.config))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,9 +9,9 @@ from typing import Any, Literal
 from tyro.conf import Positional
 
 from kiloword.config import papers
-from kiloword.config.papers import LENGTHS, NamedRecipe, RecipeValue
+from kiloword.config.papers import NamedRecipe, RecipeValue
 from kiloword.config.recipes import Recipe
-from kiloword.config.settings import leaves, shown
+from kiloword.config.settings import leaves, leaves_of, shown
 from kiloword.files import write_json
 from kiloword.terminal import say
 
@@ -65,8 +64,8 @@ class Recipes:
 def report(named: NamedRecipe, recipe: Recipe, length: dict[str, Any]) -> list[str]:
     """Every value of a recipe with its source, and what this run has instead. Args: length: of its flags."""
     lines = [f"recipe     {named.name}{f': {named.about}' if named.about else ''}"]
-    now = {leaf.path: leaf.value for leaf in leaves(recipe)} | dict.fromkeys(LENGTHS) | length
-    now |= dict(_leaves(recipe.settings, "settings."))
+    now = {leaf.path: leaf.value for leaf in leaves(recipe)} | length
+    now |= dict(leaves_of(recipe.settings, "settings"))
     for name, entry in papers.expanded(named).items():
         here = now.get(name, entry.value)
         changed = "" if _plain(here) == _plain(entry.value) else f"here {shown(here)}; "
@@ -84,13 +83,6 @@ def towers_flag(named: NamedRecipe, size: str | None, init: str | None) -> str:
 def _source(entry: RecipeValue) -> str:
     """The source of a value, or the reason for it."""
     return entry.source or (f"open: {entry.open}" if entry.open else "")
-
-
-def _leaves(tree: dict[str, Any], at: str) -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{at}{key}.")
-        yield f"{at}{key}", value
 
 
 def _plain(value: Any) -> Any:

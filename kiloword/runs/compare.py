@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from kiloword.config.execution import Some
-from kiloword.config.settings import shown
+from kiloword.config.settings import leaves_of, shown
 from kiloword.errors import count
 from kiloword.files import write_json
 from kiloword.report import Beside, Block, Page, Plot, Table, made_by, say_blocks, write_page
 from kiloword.runs.page import curve_plot
 from kiloword.runs.run import SPEED, Curve, Run, find
-from kiloword.runs.trackers import leaves_of
 from kiloword.terminal import say, warn
 
 FORMAT = "kiloword-compare-1"

@@ -42,8 +42,8 @@ def page(run: Run, finished: bool, unusual: Sequence[Differs], samples: Sequence
     last, data = processes[-1] if processes else {}, recipe.get("data") or {}
     ended = "finished" if finished else f"ended by an error: {run.error}" if run.error else "not finished"
     intro = (
-        f"A {recipe.get('method')} model of size {recipe.get('size')}, batch {run.batch:,}, trained for "
-        f"{run.step:,} of {recipe.get('steps', 0):,} steps. It is {ended}."
+        f"A {recipe.get('method')} model ({recipe.get('init') or recipe.get('size')}), batch {run.batch:,}, "
+        f"trained for {run.step:,} of {recipe.get('steps', 0):,} steps. It is {ended}."
     )
     facts = {
         "training data": shown(data.get("sources")),

@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from kiloword.config.settings import leaves_of
 from kiloword.errors import needs
 from kiloword.files import write_json
 from kiloword.runs.rows import Row, numbers, read_object
@@ -125,12 +126,3 @@ def _names(folder: Path) -> dict[str, str]:
 def _key(name: str) -> str:
     """A name that MLflow accepts: "recall@1" as "recall_at_1"."""
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
-
-
-def leaves_of(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Plain values of nested settings by dotted paths."""
-    if isinstance(settings, dict) and settings:
-        for name, inner in settings.items():
-            yield from leaves_of(inner, f"{path}.{name}" if path else name)
-    else:
-        yield path, settings

@@ -38,8 +38,7 @@ def is_model_folder(tower: str) -> bool:
 
 def trunk_of(model: Model, kind: Kind) -> Trunk | None:
     """The trunk of the image tower or of the text tower."""
-    trunk: Trunk | None = getattr(model.image_tower if kind == "images" else model.text_tower, "trunk", None)
-    return trunk
+    return getattr(model.image_tower if kind == "images" else model.text_tower, "trunk", None)
 
 
 def trunk_digest(model: Model, kind: Kind) -> str:

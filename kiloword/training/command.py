@@ -67,11 +67,7 @@ class Training:
     usual: Recipe  # with the values of --recipe or --config
     args: Train
 
-    def run(self) -> None:
-        """Train, or with --dry-run print what would run. Raises: ValueError for a run that cannot start."""
-        self.train()
-
-    def train(self, source: Source | None = None) -> Path:
+    def run(self, source: Source | None = None) -> Path:
         """Train, or with --dry-run print what would run.
 
         Args: source: data in place of --data.
@@ -123,8 +119,7 @@ def _about_recipe(words: MethodWords, args: Train) -> list[str]:
     if words.recipe is None:
         return []
     replaced = towers_flag(words.recipe, words.first("--size"), words.first("--init"))
-    length = {name: value for name in LENGTHS if (value := getattr(args, name)) is not None}
-    lines = report(words.recipe, args.recipe, length)
+    lines = report(words.recipe, args.recipe, {name: getattr(args, name) for name in LENGTHS})
     if not args.dry_run:
         lines = [f"{lines[0]} ({len(lines) - 1} values; --dry-run prints them)"]
     if replaced:

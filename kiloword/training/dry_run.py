@@ -9,7 +9,7 @@ from textwrap import wrap
 from typing import Any
 
 from kiloword.config.options import RunOptions
-from kiloword.config.recipes import Recipe
+from kiloword.config.recipes import Recipe, size_of
 from kiloword.config.settings import lacks, leaves, parse, shown
 from kiloword.data.edits import parts_of
 from kiloword.data.reading import BadRows
@@ -71,9 +71,8 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
     share = f"{parts} x {recipe.batch // ranks // parts} images each{f', {options.parallel}' if ranks > 1 else ''}"
     how = f"checkpointing {options.checkpointing}, compile {options.compile}, {recipe.precision}"
     yield "ranks", f"{ranks}, {share}, {how}"
-    init = "" if recipe.init is None else f" from {recipe.init}"
     listed = ", ".join(f"{name} {count:,}" for name, count in counts.items())
-    yield "model", f"{recipe.size}{init}, {sum(counts.values()):,} parameters: {listed}"
+    yield "model", f"{size_of(recipe.model)}, {sum(counts.values()):,} parameters{plan.began}: {listed}"
     tuning.freeze(learner, recipe)
     yield "tuning", tuning.summary(learner, recipe)
     yield "lora", _settings(recipe.lora) if recipe.lora.rank else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -21,7 +22,7 @@ from kiloword.training import report
 from kiloword.training.meter import Meter
 from kiloword.training.resolve import Run, micro_batches, open_sources
 from kiloword.training.run_folder import error_kept
-from kiloword.training.setup import prepare, saver
+from kiloword.training.setup import prepare, snapshot
 from kiloword.training.signals import Stop, stop_signals
 from kiloword.training.step import backward
 from kiloword.training.validation import first_look, logged, validate
@@ -50,6 +51,7 @@ def train(
     with stop_signals() as stop, collectives.process_group(device, options.timeout):
         with stop.at_once("stopped before its first step: there was nothing to save. The same command starts it."):
             run = prepare(recipe, Path(out), source or open_sources(recipe), device=device, options=options)
+            base = Path(recipe.init) if recipe.init and recipe.lora.save == "apart" else None
             run.unusual = report.unusual(recipe, usual or recipe, options)
         with (
             run.lock or nullcontext(),  # an error may live on, with all that it refers to
@@ -57,7 +59,7 @@ def train(
             report.reported(run),
             error_kept(run.out),
             products(run.recipe.matmul),
-            saver(run) as saves,
+            Saver(run.out, run.options.keep_states, partial(snapshot, run), base) as saves,
         ):
             _loop(run, Cadence(run, saves, stop))
         return run.out / "model"

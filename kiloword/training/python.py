@@ -33,7 +33,7 @@ def train(data: Any, method: str | None = None, *, out: str | Path, **settings: 
     if method is None and not (settings.get("recipe") or settings.get("config")):
         method = "siglip"
     training = _read([*filter(None, [method]), *_words({"data": paths, "out": out} | settings)])
-    folder, args = training.train(source), training.args
+    folder, args = training.run(source), training.args
     return load(folder, str(choose(args.options.device)), method=args.recipe.method)
 
 

@@ -58,6 +58,7 @@ class Plan:
     val: list[ValSet]
     best: Best
     file: RunFile  # the future config.json of the run
+    began: str  # see `start.began`
     chosen: str  # the defaults of the device, with their reasons
     notes: list[str]  # for the user
 
@@ -135,6 +136,7 @@ def resolve(recipe: Recipe, source: Source, out: Path, options: RunOptions, devi
         val=val,
         best=Best(out, options.keep_best, options.patience, [prefix(one, val) for one in val]),
         file=file,
+        began=start.began(recipe),
         chosen=summary(requested, recipe, device, loader.workers, before is not None),
         notes=list(filter(None, (frozen, often, *start.notes(recipe), *loader.notes))),
     )

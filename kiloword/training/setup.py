@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 from kiloword.config.options import RunOptions
-from kiloword.config.recipes import ModelFile, Recipe
+from kiloword.config.recipes import ModelFile, Recipe, size_of
 from kiloword.data.edits import parts_of
 from kiloword.data.reading import BadRows
 from kiloword.distributed import collectives
@@ -18,7 +17,7 @@ from kiloword.methods.method import Method
 from kiloword.model.model import initialise
 from kiloword.models.build import build
 from kiloword.models.model_folder import check_fit
-from kiloword.models.saving import Saver, Snapshot
+from kiloword.models.saving import Snapshot
 from kiloword.models.states import drop_old, newest, steps_done
 from kiloword.models.tensors import spec_of
 from kiloword.runs.run import ERROR
@@ -130,13 +129,6 @@ def spread(learner: Learner, recipe: Recipe, options: RunOptions) -> None:
         engine.materialise(learner, recipe.seed)
 
 
-def saver(run: Run) -> Saver:
-    """What saves a run."""
-    lora, init = run.recipe.lora, run.recipe.init
-    base = Path(init) if init and lora.rank and lora.save == "apart" else None
-    return Saver(run.out, run.options.keep_states, partial(snapshot, run), base)
-
-
 def snapshot(run: Run) -> Snapshot:
     """The tensors and numbers that `resume` reads. A collective."""
     tensors = {f"learner/{k}": v for k, v in run.learner.state_dict().items()}
@@ -150,8 +142,11 @@ def snapshot(run: Run) -> Snapshot:
         "captions": collectives.add_up(run.captions),
         "best": run.best.state,
     }
-    same = {name: getattr(run.recipe, name) for name in ("method", "settings", "model", "size")}
-    return Snapshot(run.step, tensors, numbers, ModelFile(**same, steps=run.step, data=run.loader.source.name))
+    same = {name: getattr(run.recipe, name) for name in ("method", "settings", "model")}
+    file = ModelFile(
+        **same, size=size_of(run.recipe.model), steps=run.step, data=f"{run.loader.source.name}{run.began}"
+    )
+    return Snapshot(run.step, tensors, numbers, file)
 
 
 def resume(run: Run) -> None:

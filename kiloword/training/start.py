@@ -257,6 +257,18 @@ def load(model: Model, recipe: Recipe, trust_code: bool = False) -> str:
     return "; ".join([told, *notes]) + "."
 
 
+def began(recipe: Recipe) -> str:
+    """The weights that a run starts from, by the end of their path, and how it changes them; for the card."""
+    told = []
+    if recipe.init is not None:
+        told.append(f"from {'/'.join(Path(recipe.init).parts[-2:])}: {read_model_file(recipe.init).data}")
+    if recipe.lora.rank:
+        told.append(f"LoRA of rank {recipe.lora.rank}")
+    if recipe.freeze not in ((), ("none",)):
+        told.append(f"frozen {' '.join(recipe.freeze)}")
+    return f" ({'; '.join(told)})" if told else ""
+
+
 def _summary(names: Iterable[str]) -> str:
     """Names of tensors in one line; a module with more than MANY tensors is one entry."""
     modules: dict[str, list[str]] = {}

@@ -18,6 +18,7 @@ from kiloword.config.recipes import (
     Preprocess,
     TextConfig,
     model_of_size,
+    size_of,
     sizes,
 )
 from kiloword.config.settings import LARGEST, check, read_config, setting
@@ -36,8 +37,8 @@ def test_sizes_are_those_of_open_clip(size: str, name: str) -> None:
         pytest.skip("open_clip is not installed")
     known = json.loads((Path(spec.origin).parent / "model_configs" / f"{name}.json").read_text())
     image, text, ours = known["vision_cfg"], known["text_cfg"], sizes()[size]
-    width = image["width"]
-    expected = {"size": 224, "patch": image["patch_size"], "width": width, "depth": image["layers"]}
+    assert (size_of(ours), size_of(replace(ours, image=replace(ours.image, patch=8)))) == (size, "custom")
+    expected = {"size": 224, "patch": image["patch_size"], "width": (width := image["width"]), "depth": image["layers"]}
     expected |= {"heads": width // image.get("head_width", 64), "mlp": int(width * image.get("mlp_ratio", 4))}
     assert {k: v for k, v in asdict(ours.image).items() if k in expected} == expected
     names = {"context_length": "context", "vocab_size": "vocab", "width": "width", "layers": "depth", "heads": "heads"}

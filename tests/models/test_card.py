@@ -12,8 +12,6 @@ from folders import model_folder
 from kiloword.cli.main import main
 from kiloword.models.card import model_card, record_retrieval
 
-NONE = "No evaluation is recorded"
-
 
 def written(path: Path, value: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,7 +30,7 @@ def test_files_beside_a_model_of_no_run_stay_out_of_its_card(tmp_path: Path) -> 
     for place in (folder, folder.parent):
         written(place / "zeroshot.json", {"acc1": 0.5, "skipped": 0.0})
         (place / "metrics.jsonl").write_text('{"step": 1, "val/rsum": 2.0}')
-    assert NONE in model_card(folder)
+    assert "No evaluation is recorded" in model_card(folder)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +47,7 @@ def test_other_json_in_the_folder_of_a_run_stays_out_of_the_card(model: Path, va
     written(model.parent / "other.json", value)
     (model.parent / "latin.json").write_bytes(b'{"skipped": "caf\xe9"}')
     (model.parent / "folder.json").mkdir()
-    assert NONE in model_card(model)
+    assert "No evaluation is recorded" in model_card(model)
 
 
 def test_what_eval_writes_stands_in_the_card(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

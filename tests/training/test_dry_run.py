@@ -18,7 +18,6 @@ from tars import pairs, photo, write_tar
 
 SMALL = ("--batch", "8", "--steps", "1", "--size", "debug", "--vocab", "300", "--log-every", "1")
 MORE = {"fff": ("--settings.positives", "annotated")}
-
 QUICK = ("llip", "prolip")  # the slots that change the model
 
 

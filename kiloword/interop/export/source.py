@@ -102,15 +102,13 @@ class Exported:
     def images(self) -> Features:
         """Features of `pixels`."""
         with inference(self.model):
-            features: Features = self.model.encode_image(self.pixels)[1]
-            return features
+            return self.model.encode_image(self.pixels)[1]
 
     @cached_property
     def texts(self) -> Features:
         """Features of TEXTS."""
         with inference(self.model):  # not by encode_texts, which would warn that a text of TEXTS is truncated
-            features: Features = self.model.encode_text(self.tokenizer.encode(TEXTS, self.config.text))[1]
-            return features
+            return self.model.encode_text(self.tokenizer.encode(TEXTS, self.config.text))[1]
 
     def compared(self, images: Tensor, texts: Tensor) -> list[str]:
         """Lines that say how near features of `normalised` and of TEXTS are. Raises: ValueError as `check_close`."""
