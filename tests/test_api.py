@@ -213,7 +213,7 @@ def test_a_model_that_was_changed_gets_a_card_of_its_own(tmp_path: Path, method:
     (folder / "README.md").write_text("Images of 32 pixels\n")
     model = kiloword.load(folder, dim=dim, size=64, context=30)
     card = kiloword.load(model.save(tmp_path / "out")).card
-    assert "Images of 64 pixels, texts of at most 30 tokens" in card
+    assert "Images of 64 pixels (resize: shortest), texts of at most 30 tokens" in card
     assert "image.size is 64 instead of 32" in card
     assert ("head.dim is 8" in card) == (dim is not None)
     (folder / "README.md").unlink()

@@ -33,8 +33,8 @@ tags:
 
 # {method} ({size})
 
-An image-text model made by kiloword {version}: {method}, size {size}{exported}. Images of {model.image.size} pixels, \
-texts of at most {model.text.context} tokens, features of {model.head.dim} numbers.
+An image-text model made by kiloword {version}: {method}, size {size}{exported}. Images of {model.image.size} pixels \
+(resize: {model.preprocess.resize}), texts of at most {model.text.context} tokens, features of {model.head.dim} numbers.
 
 ## Data
 

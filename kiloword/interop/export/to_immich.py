@@ -37,7 +37,10 @@ def write(source: Exported, folder: Path) -> list[str]:
     """
     shown, size, context = source.config.preprocess, source.config.image.size, source.config.text.context
     if isinstance(shown.resize, int):
-        raise ValueError(f"Immich resizes images to {size} pixels, this model to {shown.resize}: export to onnx.")
+        raise ValueError(
+            f"Immich resizes a photo's shorter side to the {size} pixels that it crops. This model resizes it to "
+            f"{shown.resize} and then crops {size}, so that its features would differ: export to onnx."
+        )
     image, text = graphs(source, "immich")
     ids, seen = text.inputs.values()
     padded = torch.full((len(ids), context), padding_of(source), dtype=torch.int32)
