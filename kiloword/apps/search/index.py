@@ -87,8 +87,9 @@ def run(options: Index) -> None:
         found = found.filter(pa.array([known.get(path) != stamp for path, stamp in stamps.items()]))
         for batch in chain(_batches(matcher, found, options), (None,)):
             for bad in batch.skipped if batch else ():
-                why = f"{bad.reason}; the next index tries again, and keeps what it had until then"
-                left.add(wanted[bad.row], why)
+                path = wanted[bad.row]
+                why = f"{bad.reason}; the next index tries again{', and keeps the old entry' if path in known else ''}"
+                left.add(path, why)
             if batch and batch.rows:
                 rows += batch.rows
                 parts.append(encode(matcher, batch.images))

@@ -111,8 +111,10 @@ def test_an_update_changes_what_changed(library: Path, capsys: pytest.CaptureFix
     draw(photos / "deep" / "new.jpg", 101)
     strange = os.fsdecode(b"\xff\x1b[31m.jpg")
     (photos / "04.jpg").rename(photos / strange)
-    after = again(library)
-    assert "2 new, 1 changed, 2 gone, 12 in the folder" in capsys.readouterr().out
+    (photos / "bad.jpg").write_bytes(b"no image")
+    after, said = again(library), capsys.readouterr()
+    assert "3 new, 1 changed, 2 gone, 13 in the folder" in said.out
+    assert ("bad.jpg" in said.err, "the old entry" in said.err) == (True, False)
     assert set(paths(after)) == {*paths(before), "deep/new.jpg", strange} - {"02.jpg", "04.jpg"}
     ids = [dict(zip(paths(one), one.rows["id"].to_pylist(), strict=True)) for one in (before, after)]
     assert {path for path in ids[0] if ids[1].get(path) != ids[0][path]} == {"00.jpg", "02.jpg", "04.jpg"}
