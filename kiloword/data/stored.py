@@ -135,5 +135,5 @@ class WithTokens:
     def _tokens(self, row: int) -> StoredTokens:
         tokens = self.stored(self.source, row)
         if tokens is None:
-            raise BadSample("no tokens in the image features")
+            raise BadSample("no tokens in the image features, as `embed` could not read it")
         return tokens

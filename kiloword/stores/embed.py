@@ -42,16 +42,9 @@ from kiloword.stores.options import EmbedOptions
 from kiloword.stores.pieces import Rows, computed
 from kiloword.stores.runs import trunk_digest, trunk_of
 from kiloword.stores.store import KEYS, SCHEMA, WHAT, Kept, Store, columns_of, found_by, place_of
-from kiloword.stores.teachers import (
-    KilowordTeacher,
-    SentenceTeacher,
-    Teacher,
-    open_teacher,
-    open_tower,
-    trunk_tokens,
-)
+from kiloword.stores.teachers import SentenceTeacher, Teacher, open_teacher, open_tower, trunk_tokens
 from kiloword.stores.tokens import ImageTokens, TextTokens, TokenKind, quantised, tokenizer_digest
-from kiloword.terminal import say, warn
+from kiloword.terminal import say, warn_once
 from kiloword.types import BadSample, Skipped, Source
 
 if TYPE_CHECKING:
@@ -85,15 +78,13 @@ def run(asked: Embed, kinds: Sequence[TokenKind] = ("images", "texts")) -> None:
         else:
             teacher = open_teacher(asked.model, device, asked.precision, asked.trust)
             size = teacher.size
-            if asked.dim is not None:
-                note = "nothing says that the model was trained on prefixes of its features."
-                if isinstance(teacher, KilowordTeacher):
-                    note = check_prefix(teacher.model, asked.dim)
             if isinstance(teacher, SentenceTeacher):
                 reads = ["texts"]
                 note = "the model encodes texts alone: features of images are zeros, which match nothing."
+            elif asked.dim is not None:
+                note = check_prefix(teacher.model, asked.dim)
         if note:
-            warn(f"note: {note}")
+            warn_once(f"note: {note}")
         if reads == ["texts"] and (asked.resize is not None or drawn != PLAIN):
             raise ValueError(
                 f"{asked.model} reads texts, which --resize, --views and --augment do not change: omit them."
@@ -249,7 +240,7 @@ def _written(
 
     def read(batches: list[range]) -> Iterator[EvalBatch]:
         if views is None:
-            return _captions(whole, batches)
+            return captions(whole, batches)
         return eval_batches(whole, views.size, "shortest", batch, workers, batches, views, kind == "features")
 
     def compute(images: EvalBatch) -> Rows:
@@ -303,7 +294,7 @@ def _rows(batch: EvalBatch, file: StoreFile, columns: dict[str, Any], lengths: l
     return Rows(cells, columns)
 
 
-def _captions(source: Source, parts: list[range]) -> Iterator[EvalBatch]:
+def captions(source: Source, parts: list[range]) -> Iterator[EvalBatch]:
     """Captions of rows, without images."""
     for rows in parts:
         batch = EvalBatch([], [], torch.empty(0), [], None, [], [])

@@ -138,7 +138,6 @@ class Stored:
     shown: StoreFile | None
     image_tokens: FoundImages | None
     tokenizer: Tokenizer
-    told: list[str]  # notes for the user
 
 
 def stored(
@@ -154,7 +153,7 @@ def stored(
     Raises: ValueError for stores of other data or another augmentation, and where captions or views change.
     """
     features = [store.of(source) for store in stores]
-    augmented, found, told = any(store.file.augmented for store in stores), None, list[str]()
+    augmented, found = any(store.file.augmented for store in stores), None
     if augmented:
         _check_shown(stores, data)
     if data.image_features:
@@ -169,12 +168,6 @@ def stored(
         tokens, wanted = opened(data.image_features, ImageTokens), of_images(data.augment)
         found = FoundImages(sorted(tokens, key=lambda store: of_images(store.file.augment) != wanted), source)
         _check_shown(found.stores, data)
-        missing = [(store.file.rows - len(store), store.file.rows) for store in found.stores]
-        told = [
-            f"{n:,} of {rows:,} rows have no tokens, since `embed` could not read them: others replace them."
-            for n, rows in missing
-            if n
-        ]
     if data.text_features:
         texts = opened(data.text_features, TextTokens)
         check_texts(texts, source, tokenizer)
@@ -185,7 +178,7 @@ def stored(
                 f"{what} changes captions, but --text-features has tokens of whole captions alone: omit one of them."
             )
         tokenizer = TokenizerWithTokens(tokenizer, texts)
-    return Stored(features, stores[0].file if augmented else None, found, tokenizer, told)
+    return Stored(features, stores[0].file if augmented else None, found, tokenizer)
 
 
 def _check_shown(stores: Sequence[Store], data: DataConfig) -> None:

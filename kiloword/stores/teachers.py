@@ -118,7 +118,7 @@ def open_tower(
     """
     if is_model_folder(tower):
         loaded = load_model(Path(tower).expanduser(), trust=trust)
-        if trunk_of(loaded[0], "images") is None and trunk_of(loaded[0], "texts") is None:
+        if not any(trunk_of(loaded[0], kind) for kind in kinds):
             raise ValueError(f"{tower} has no tower of another library: omit --tokens for features of its own towers.")
         return *loaded, ""
     if tower.startswith((TIMM, OPEN_CLIP)) and towers.parse(tower).file is None:

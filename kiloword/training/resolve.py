@@ -210,7 +210,7 @@ def make_loader(
     images, size = recipe.batch // collectives.ranks(), recipe.model.image.size
     read = stored(_stores(recipe, method), recipe.data, source, tokenizer, method.transforms, method.inputs)
     lists, transforms = omitted(source), bound(method.transforms, source)
-    notes = [f"--keep {lists}" if lists else "", *read.told, *(getattr(one, "note", None) for one in transforms)]
+    notes = [f"--keep {lists}" if lists else "", *(getattr(one, "note", None) for one in transforms)]
     notes += [one.note(source) for one in method.inputs.values() if one.note]
     return Loader(
         WithTokens(source, read.image_tokens, lean=True) if read.image_tokens else source,

@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from kiloword.api import Matcher, load
 from kiloword.config.recipes import DataConfig, Recipe
-from kiloword.data.edits import PARTS
+from kiloword.data.edits import PARTS, Selection
 from kiloword.data.open import open_data
 from kiloword.evaluation.features import captioned, tile
 from kiloword.evaluation.retrieval import retrieval
@@ -20,12 +21,12 @@ from kiloword.files import write_json
 from kiloword.methods.defaults import default_recipe
 from kiloword.models.card import record_retrieval
 from kiloword.report import Block, Gallery, Page, Table, Text, Tile, made_by, say_blocks, write_page
+from kiloword.stores import embed
 from kiloword.stores.command import Embed
-from kiloword.stores.embed import run as embed
 from kiloword.stores.runs import on_stores, reading_tokens
 from kiloword.stores.teachers import open_tower
-from kiloword.stores.tokens import TokenKind
-from kiloword.terminal import say
+from kiloword.stores.tokens import FoundImages, ImageTokens, TokenKind
+from kiloword.terminal import say, warn
 from kiloword.training import start
 from kiloword.training.loop import RunOptions, train
 from kiloword.types import Source
@@ -33,31 +34,24 @@ from kiloword.types import Source
 if TYPE_CHECKING:
     from kiloword.apps.quickstart.command import Quickstart
 
-METHODS: dict[str, dict[str, Any]] = {  # and their settings
-    "clip": {},
-    "siglip": {},
-    "llip": {},
-    "prolip": {},
-    "fff": {"positives": "annotated"},  # mined ones need a teacher
+METHODS = {  # and when to choose one
+    "clip": "the usual start: one vector a photo, the fastest search",
+    "siglip": "scores are probabilities of a match, one by one: for thresholds, and for small batches",
+    "llip": "captions name different things in one photo: the photo's vector depends on the text",
+    "prolip": "you want to know how sure the model is: each vector has an uncertainty",
+    "fff": "several captions of a photo are true: all of them count as right",
 }
-WHY = (
-    ("clip", "the usual start: one vector a photo, the fastest search"),
-    ("siglip", "scores are probabilities of a match, one by one: for thresholds, and for small batches"),
-    ("llip", "captions name different things in one photo: the photo's vector depends on the text"),
-    ("prolip", "you want to know how sure the model is: each vector has an uncertainty"),
-    ("fff", "several captions of a photo are true: all of them count as right"),
-)
 DEEP = ("llip", "prolip", "sycoca")  # their learned tokens need blocks; other tops only project the trunks' tokens
 # With the tops below all five methods took 222 s on a CPU with bf16; `train` takes 360 to 685 cpu-s a method.
 STEPS, BATCH = 100, 256
 FAST = 6e-2  # rate of Muon for linear tops (research/log.md)
 CAPTIONS, BEST = 3, 3  # of validation photos, as queries; best photos of each method
 FREE = ("a dog that runs through water", "snow and mountains", "two people who talk to each other")  # nobody's captions
-ABOUT = (
-    "Recall at k of a caption's photo (image) and of a photo's captions (text): a right answer is among the first k. "
-    "EfficientNet-Lite learned the classes of ImageNet-1k. MiniLM has seen captions of COCO and Flickr30k, though no "
-    "photo, which favours every figure with it."
-)
+ABOUT = "Recall at k of a caption's photo (image), a photo's captions (text): a right answer is among the first k."
+LEARNED = {
+    "efficientnet-lite0": " EfficientNet-Lite learned the classes of ImageNet-1k.",
+    "minilm": " MiniLM has seen captions of COCO and Flickr30k, though no photo, which favours figures on these.",
+}
 
 
 def photos(options: Quickstart, out: Path) -> dict[str, dict[str, float]]:
@@ -73,8 +67,10 @@ def photos(options: Quickstart, out: Path) -> dict[str, dict[str, float]]:
         data, val = (tuple(f"{part}:{src}" for src in data) for part in PARTS)
     training, held_out = open_data(DataConfig(sources=data, keep=options.keep)), open_data(DataConfig(sources=val))
     stores = extract(options, (data, val), out / "tokens")
+    training, held_out = map(usable, (training, held_out), stores)
     metrics, tiles = dict[str, dict[str, float]](), dict[str, list[Tile]]()
     for name in METHODS:
+        warn(f"method {name}")
         chosen = on_stores(recipe(options, name, data, len(training)), (), stores[:1], stores[:1])
         folder = train(chosen, out / name, training, RunOptions(workers=1, keep_states=1))
         metrics[name] = judged(load(folder), held_out, stores[1], name, tiles)
@@ -82,14 +78,16 @@ def photos(options: Quickstart, out: Path) -> dict[str, dict[str, float]]:
     facts = {"data": data, "val": val, "photos": len(training), "val_photos": len(held_out)}
     methods = [{"name": name, "retrieval": values} for name, values in metrics.items()]
     write_json(out / "results.json", {"facts": facts, "figures": {"methods": methods}})
-    columns = [f"{side}_retrieval_recall@{k}" for side in ("image", "text") for k in (1, 5, 10)]
-    header = ("recall", *(f"{c.partition('_')[0]} @{c.rpartition('@')[2]}" for c in columns))
-    rows = [[name, *map(values.get, columns)] for name, values in metrics.items()]
-    table = Table(rows, header, best=range(1, len(header)))
+    columns = {f"{side} @{k}": f"{side}_retrieval_recall@{k}" for side in ("image", "text") for k in (1, 5, 10)}
+    rows = [[name, *map(values.get, columns.values())] for name, values in metrics.items()]
+    table = Table(rows, ("recall", *columns), best=range(1, len(columns) + 1))
     queries = [Gallery(some, f"“{text}”{' (no known answer)' * (text in FREE)}", BEST) for text, some in tiles.items()]
-    about = f"{ABOUT} Of {len(held_out)} photos, differences below {len(held_out) ** -0.5:.2f} may be chance."
+    about = (
+        f"{ABOUT}{LEARNED.get(options.image_tower, '')}{LEARNED.get(options.text_tower, '')} Of {len(held_out)} "
+        f"photos, differences below {len(held_out) ** -0.5:.2f} may be chance."
+    )
     sections: dict[str, Sequence[Block]] = {
-        "Methods side by side": [table, Text(about), Table(WHY, ("method", "choose it when"))],
+        "Methods side by side": [table, Text(about), Table([*METHODS.items()], ("method", "choose it when"))],
         "Texts and their best photos": queries,
     }
     intro = (
@@ -124,17 +122,25 @@ def extract(options: Quickstart, sources: Sequence[tuple[str, ...]], folder: Pat
             several = options.views > 1 and (store.name, kind) == ("train", "images")
             drawn: dict[str, Any] = {"views": options.views, "augment": augment, "seed": options.seed}
             made = Embed(model=tower, data=names, out=store, dtype="int8", tokens=True, **(drawn if several else {}))
-            embed(made, [kind])
+            embed.run(made, [kind])
     return list(map(str, stores))
+
+
+def usable(source: Source, store: str) -> Source:
+    """The photos with captions and stored tokens: `extract` has named the others."""
+    found, (with_captions,) = FoundImages([ImageTokens(store)], source), embed.captions(source, [range(len(source))])
+    rows = [row for row in with_captions.rows if found(source, row)]
+    return Selection(source, source.name, source.fingerprint, np.array(rows))
 
 
 def recipe(options: Quickstart, method: str, data: tuple[str, ...], photos: int) -> Recipe:
     """The run of a method, without stored tokens; of few photos, an epoch has at least four batches."""
     base = start.with_towers(default_recipe(method, "top", data), options.image_tower, options.text_tower)
-    own = replace(base.data, keep=options.keep, bad_share=1.0)  # `extract` names what is bad
     batch = 1 << max(1, (photos // 4).bit_length() - 1) if photos < 4 * BATCH else BATCH
-    chosen = small_top(replace(base, data=own, batch=batch))
-    return replace(chosen, settings=METHODS[method], seed=options.seed, steps=options.steps or STEPS)
+    chosen = small_top(replace(base, data=replace(base.data, keep=options.keep), batch=batch))
+    settings = {"positives": "annotated"} if method == "fff" else {}  # mined ones need a teacher
+    frozen = ("image:trunk", "text:trunk")
+    return replace(chosen, freeze=frozen, settings=settings, seed=options.seed, steps=options.steps or STEPS)
 
 
 def small_top(recipe: Recipe) -> Recipe:

