@@ -72,7 +72,7 @@ def run(asked: Embed, kinds: Sequence[TokenKind] = ("images", "texts")) -> None:
     with together(device):
         note, reads = "", list(kinds)
         if asked.tokens:
-            model, tokenizer, note = open_tower(asked.model, asked.trust, kinds)
+            model, tokenizer, note = open_tower(asked.model, kinds, asked.trust)
             model, size = model.to(device), model.config.image.size
             reads = [kind for kind in reads if trunk_of(model, kind) is not None]
         else:

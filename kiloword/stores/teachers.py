@@ -64,7 +64,7 @@ class SentenceTeacher:
     def __init__(self, folder: Path, device: str, precision: str) -> None:
         self._pooling, files = read_sentence_folder(folder)
         self.fingerprint = digest(files)
-        model, tokenizer, _ = open_tower(f"hf:{folder}")
+        model, tokenizer, _ = open_tower(f"hf:{folder}", ["texts"])
         assert tokenizer is not None
         self._tokenizer = tokenizer
         self._model, self._precision = model.to(device), precision_of(precision, device)
@@ -107,9 +107,7 @@ def open_teacher(name: str, device: str = "auto", precision: str = "fp32", trust
     return KilowordTeacher(model, tokenizer, digest(model_files(folder)))
 
 
-def open_tower(
-    tower: str, trust: Trust = NONE, kinds: Sequence[TokenKind] = ("images", "texts")
-) -> tuple[Model, Tokenizer | None, str]:
+def open_tower(tower: str, kinds: Sequence[TokenKind], trust: Trust = NONE) -> tuple[Model, Tokenizer | None, str]:
     """A model with the towers of other libraries that the user named, its tokenizer, and a message about the weights.
 
     Args: tower: as `--image-tower` or `--text-tower` of train take it, or a model folder; kinds: that are wanted.

@@ -206,7 +206,7 @@ def test_onnx_of_lower_precision_tells_its_difference(
         ("prolip", "open_clip", (), "Gaussians; image.uncertainty_token is True"),
         ("prolip", "transformers", (), "onnx"),
         ("half a siglip", "transformers", (), "head.image_pool"),
-        ("a clip with a margin", "immich", (), "resizes it to 40 and then crops 32"),
+        ("a clip with a margin", "immich", (), "the 32 pixels that it crops, this model to 40"),
         ("filip", "onnx", (), "every word of a text"),
         ("siglip+maxsim", "torch", (), "safetensors takes its weights"),
         ("siglip", "torch", ("--precision", "int8"), "--precision int8 is for onnx"),
@@ -218,8 +218,7 @@ def test_what_a_target_cannot_express_is_named_and_leaves_nothing(
     (tmp_path / "out").mkdir()
     config = sizes()["debug"]
     unusual = {"a clip with a margin": replace(config, preprocess=replace(config.preprocess, resize=40))}
-    # its attention over patches, but texts without pads
-    unusual["half a siglip"] = replace(config, head=replace(config.head, image_pool="map"))
+    unusual["half a siglip"] = replace(config, head=replace(config.head, image_pool="map"))  # but texts without pads
     if method in unusual:
         saved(tmp_path / "m", unusual[method], Tokenizer.train(TEXTS, vocab=300), "siglip")
     else:

@@ -81,14 +81,15 @@ def photos(options: Quickstart, out: Path) -> dict[str, dict[str, float]]:
     columns = {f"{side} @{k}": f"{side}_retrieval_recall@{k}" for side in ("image", "text") for k in (1, 5, 10)}
     rows = [[name, *map(values.get, columns.values())] for name, values in metrics.items()]
     table = Table(rows, ("recall", *columns), best=range(1, len(columns) + 1))
-    queries = [Gallery(some, f"“{text}”{' (no known answer)' * (text in FREE)}", BEST) for text, some in tiles.items()]
     about = (
         f"{ABOUT}{LEARNED.get(options.image_tower, '')}{LEARNED.get(options.text_tower, '')} Of {len(held_out)} "
         f"photos, differences below {len(held_out) ** -0.5:.2f} may be chance."
     )
     sections: dict[str, Sequence[Block]] = {
         "Methods side by side": [table, Text(about), Table([*METHODS.items()], ("method", "choose it when"))],
-        "Texts and their best photos": queries,
+        "Texts and their best photos": [
+            Gallery(some, f"“{text}”{' (no known answer)' * (text in FREE)}", BEST) for text, some in tiles.items()
+        ],
     }
     intro = (
         f"Methods of kiloword learned from {len(training):,} photos, each with its own top on the same frozen towers: "
@@ -109,7 +110,7 @@ def extract(options: Quickstart, sources: Sequence[tuple[str, ...]], folder: Pat
     wrong, usual = list[str](), default_recipe("clip", "top", sources[0])
     for kind, tower in towers.items():
         try:
-            open_tower(tower, kinds=[kind])
+            open_tower(tower, [kind])
         except ValueError as error:
             wrong.append(str(error))
     if wrong:
@@ -128,8 +129,8 @@ def extract(options: Quickstart, sources: Sequence[tuple[str, ...]], folder: Pat
 
 def usable(source: Source, store: str) -> Source:
     """The photos with captions and stored tokens: `extract` has named the others."""
-    found, (with_captions,) = FoundImages([ImageTokens(store)], source), embed.captions(source, [range(len(source))])
-    rows = [row for row in with_captions.rows if found(source, row)]
+    found = FoundImages([ImageTokens(store)], source)
+    rows = [row for batch in embed.captions(source, [range(len(source))]) for row in batch.rows if found(source, row)]
     return Selection(source, source.name, source.fingerprint, np.array(rows))
 
 

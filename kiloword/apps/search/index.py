@@ -87,9 +87,11 @@ def run(options: Index) -> None:
         found = found.filter(pa.array([known.get(path) != stamp for path, stamp in stamps.items()]))
         for batch in chain(_batches(matcher, found, options), (None,)):
             for bad in batch.skipped if batch else ():
-                path = wanted[bad.row]
-                why = f"{bad.reason}; the next index tries again{', and keeps the old entry' if path in known else ''}"
-                left.add(path, why)
+                left.add(
+                    wanted[bad.row],
+                    f"{bad.reason}; the next index tries again"
+                    f"{', and keeps the old entry' if wanted[bad.row] in known else ''}",
+                )
             if batch and batch.rows:
                 rows += batch.rows
                 parts.append(encode(matcher, batch.images))

@@ -38,8 +38,7 @@ def write(source: Exported, folder: Path) -> list[str]:
     shown, size, context = source.config.preprocess, source.config.image.size, source.config.text.context
     if isinstance(shown.resize, int):
         raise ValueError(
-            f"Immich resizes a photo's shorter side to the {size} pixels that it crops. This model resizes it to "
-            f"{shown.resize} and then crops {size}, so that its features would differ: export to onnx."
+            f"Immich resizes photos to the {size} pixels that it crops, this model to {shown.resize}: export to onnx."
         )
     image, text = graphs(source, "immich")
     ids, seen = text.inputs.values()
