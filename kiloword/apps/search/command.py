@@ -65,7 +65,7 @@ class Search(Device):
         """Search and print. Raises: ValueError for a query, an image or a library that cannot be used."""
         from kiloword.apps.search.index import opened_for
         from kiloword.apps.search.library import Library
-        from kiloword.apps.search.rank import find, shrunk
+        from kiloword.apps.search.rank import find, listed, shrunk
         from kiloword.data.folders import is_image
         from kiloword.report import Gallery, Page, Tile, made_by, write_page
 
@@ -76,21 +76,16 @@ class Search(Device):
         parts = [(1.0, self.query), *self.also]
         query: Any = [(Path(part) if is_image(Path(part).name) else part, weight) for weight, part in parts]
         found = find(library, matcher, query, self.top, self.within)
-        seconds, results, tiles = time.perf_counter() - began, list[dict[str, Any]](), list[Tile]()
-        for n, match in enumerate(found, 1):
-            cells = library.cells(match.row)
-            line = [f"{n:2}", f"{match.score:6.3f}"]
-            one = {"path": cells["path"], "score": match.score, "id": cells["id"], "caption": cells["caption"]}
-            if match.uncertainty is not None:
-                line.append(f"u {match.uncertainty:.4g}")
-                one["uncertainty"] = match.uncertainty
-            say("  ".join([*line, cells["path"]]))
-            results.append(one)
+        seconds, results, tiles = time.perf_counter() - began, listed(library, found), list[Tile]()
+        for n, one in enumerate(results, 1):
+            unsure = () if one["uncertainty"] is None else (f"u {one['uncertainty']:.4g}",)
+            line = [f"{n:2}", f"{one['score']:6.3f}", *unsure, one["path"]]
+            say("  ".join(line))
             if self.page is not None:
                 try:
-                    tiles.append(Tile(shrunk(library.photo(match.row), 320), [*line, cells["path"]]))
+                    tiles.append(Tile(shrunk(library.photo(one["row"]), 320), line))
                 except ValueError as error:
-                    warn(f"{cells['path']}: {error}")
+                    warn(f"{one['path']}: {error}")
         where = f" whose path has {self.within!r}" if self.within else ""
         say(f"{len(found)} of {len(library):,} photos{where}, {1000 * seconds:.0f} ms")
         asked = " ".join([self.query, *(f"{weight:+g} {part}" for weight, part in self.also)])

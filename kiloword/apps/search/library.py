@@ -81,9 +81,9 @@ class Library:
         return len(self.rows)
 
     def cells(self, row: int) -> dict[str, Any]:
-        """The cells of a row by column; its `path` as the system has it."""
-        cells: dict[str, Any] = self.rows.slice(row, 1).to_pylist()[0]
-        return cells | {"path": os.fsdecode(cells["file"])}
+        """The id and the caption of a row, and its path as the system has it."""
+        cells = self.rows.slice(row, 1).to_pylist()[0]
+        return {"path": os.fsdecode(cells["file"]), "id": cells["id"], "caption": cells["caption"]}
 
     def row_of(self, number: str) -> int:
         """The row of a photo by its id; -1 where there is none."""

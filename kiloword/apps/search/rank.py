@@ -6,9 +6,9 @@ compares a photo anew with each text (llip, flair, filip) scores a shortlist, th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,6 +74,11 @@ def find(library: Library, matcher: Matcher, query: list[Part], top: int, within
             of_part = model.score(moved(library.taken(rows[some]), model.device), texts).float().cpu().numpy()
         exact[rows[some]] = scores[rows[some]] + of_part @ by
     return _best(library, exact, top)
+
+
+def listed(library: Library, found: list[Match]) -> list[dict[str, Any]]:
+    """What a JSON says of photos that were found."""
+    return [library.cells(match.row) | asdict(match) for match in found]
 
 
 def best(scores: Floats, top: int) -> NDArray[np.int64]:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from PIL import Image
@@ -25,12 +25,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kiloword.apps.search.library import Library, version_of
-from kiloword.apps.search.rank import Match, find, shrunk
+from kiloword.apps.search.rank import Match, find, listed, shrunk
 from kiloword.report import Page, plain
 from kiloword.report.render import POLICY, environment
 
@@ -72,7 +72,7 @@ class Site:
         return library
 
     def search(self, request: Request) -> Response:
-        """The page of a text, of a photo of the library (like), or the first page."""
+        """The page or the JSON of a text, of a photo of the library (like), or of the first photos."""
         library, asked = self.now(), request.query_params
         within, title, about = asked.get("in", ""), "Search", [f"{len(library):,} photos"]
         if "like" in asked:
@@ -87,7 +87,8 @@ class Site:
                     about.append(f"The query has {tokens} tokens; the model reads {read}.")
         else:
             found = [Match(row) for row in range(len(library))[:SHOWN]]
-        return _page(title, about, asked, found, library)
+        photos = listed(library, found)
+        return _page(title, about, asked, photos) if request.url.path == "/" else JSONResponse(photos)
 
     async def upload(self, request: Request) -> Response:
         """Photos most like an uploaded one."""
@@ -112,7 +113,7 @@ class Site:
                 found = find(library, self.matcher, [(image, 1)], SHOWN)
         except ValueError as error:
             raise HTTPException(400, f"The photo cannot be used: {error.__cause__ or error}") from None
-        return _page("Photos like yours", [], {}, found, library)
+        return _page("Photos like yours", [], {}, listed(library, found))
 
     def image(self, request: Request) -> Response:
         """A photo as a JPEG without anything else of its file."""
@@ -131,17 +132,11 @@ def _row(library: Library, number: str) -> int:
 
 
 def _page(
-    title: str,
-    about: Sequence[str],
-    asked: Mapping[str, str],
-    found: Sequence[Match] = (),
-    library: Library | None = None,
-    status: int = 200,
+    title: str, about: Sequence[str], asked: Mapping[str, str], photos: list[Any] | None = None, status: int = 200
 ) -> Response:
-    photos = [(match, library.cells(match.row)) for match in found if library]
     template = environment(Path(__file__).parent).get_template("site.html")
     page = Page(title, "\n\n".join(about), {})
-    html = template.render(page=page, policy=SITE_POLICY, asked=asked, photos=photos, listed=library is not None)
+    html = template.render(page=page, policy=SITE_POLICY, asked=asked, photos=photos)
     return Response(plain(html), status, {"Cache-Control": "no-store"}, "text/html")
 
 
@@ -163,7 +158,7 @@ def application(library: Library, matcher: Matcher, host: str) -> ASGIApp:
     site = Site(library, matcher)
     names = {name.lower() for name in ("localhost", host, socket.gethostname(), socket.getfqdn())}
     routes = [
-        Route("/", site.search),
+        *(Route(path, site.search) for path in ("/", "/photos.json")),
         Route("/", site.upload, methods=["POST"]),
         Route("/{size}/{id}", site.image),
     ]

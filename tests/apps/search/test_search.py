@@ -284,7 +284,7 @@ def test_results_are_a_table_json_and_a_page(library: Path, capsys: pytest.Captu
     results = json.loads(out.with_suffix(".json").read_text())
     assert (results["query"], results["photos"], len(results["results"])) == ("<b>dog -0.5 cat", 14, 14)
     one = next(one for one in results["results"] if one["path"] == hostile)
-    assert one.keys() == {"path", "score", "id", "caption"}
+    assert one.keys() == {"path", "score", "id", "caption", "row", "uncertainty"}
     page = out.with_suffix(".html").read_text()
     assert page.count('src="data:image/') == 13
     assert f"{one['score']:.3f}" in page
