@@ -218,7 +218,7 @@ class BatchInputs(dict[str, Tensor | TextGroup]):
     """Further fields of a batch, by name."""
 
     def __missing__(self, name: str) -> Tensor | TextGroup:
-        raise ValueError(f"a loss reads the input {name!r}, which nothing makes (`Method.inputs`), only {list(self)}.")
+        raise ValueError(f"a loss reads the input {name!r}, but `Method.inputs` makes only {list(self)}.")
 
     def tensor(self, name: str) -> Tensor:
         """An input that is a tensor, [I, ...]."""

@@ -42,7 +42,7 @@ class Score(Device):
     # reconstructs them)
     explain_what: tuple[Drawing, ...] = ()
     plane: Path | None = None  # write a page with the images and texts in a plane, Gaussians as ellipses, to this file
-    beside: tuple[str, ...] = ()  # with plane, further model folders, such as one without Gaussians
+    beside: tuple[str, ...] = ()  # with plane, further models to draw beside the first, such as one without Gaussians
     # score to use in place of the model's own: cosine of the features, or csd (1 - CSD / 2 of Gaussians)
     nearest: Literal["cosine", "csd"] | None = None
     trust: Flat[Trust] = NONE

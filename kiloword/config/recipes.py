@@ -47,7 +47,7 @@ class ImageConfig(BaseSettings):
     trunk: TrunkConfig = field(default_factory=TrunkConfig)
 
     tower: Literal["vit", "clip-resnet", "resnet"] = setting(
-        "vit", "architecture; of a resnet, width is that of its output, depth its blocks, and patch 32"
+        "vit", "architecture; for resnets, width is the output's, depth is the number of blocks, and patch is 32"
     )
     size: int = setting(224, "height and width in pixels", 1, 1 << 13)
     patch: int = setting(16, "height and width of a patch in pixels; pixels beyond whole patches are unused", 1, DEPTH)
@@ -261,7 +261,7 @@ class Recipe(BaseSettings):
         (), "share of the steps after which frozen blocks are trained; two: one by one from the top", 0, BELOW_1
     )
     batch: int = setting(128, "images in a step, over all ranks", 1)
-    micro: int = setting(0, "images in a micro-batch of a rank; 0: its whole share", 0)
+    micro: int = setting(0, "images in a micro-batch of a rank; 0: the rank's whole share of the batch", 0)
     chunk: int = setting(0, "rows and columns of a block of pairs; 0: automatic", 0)
     precision: Precision = setting("fp32", "precision of the computation; weights are fp32; auto: by size and device")
     matmul: Matmul = setting("highest", "precision of fp32 matrix products; high: TF32 on CUDA; auto: by device")

@@ -210,7 +210,7 @@ def mix(sources: Sequence[Source], weights: Sequence[float] = ()) -> Source:
         raise ValueError(f"{len(weights)} weights for {len(sources)} sources: give one weight per source, or none.")
     for source, weight in zip(sources, weights, strict=True):
         if not (math.isfinite(weight) and round(weight * len(source)) >= 1):
-            raise ValueError(f"weight {weight:g} of {source.name} takes none of its {len(source):,} rows.")
+            raise ValueError(f"weight {weight:g} of {source.name} takes none of its {len(source):,} rows: enlarge it.")
     return sources[0] if weights == [1.0] else MixtureSource(sources, weights)
 
 

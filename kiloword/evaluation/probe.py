@@ -214,6 +214,6 @@ def encoded(inputs: Inputs, classes: Classes | None, pooled: bool) -> Split:
     with hook:
         for part in labelled(inputs, encode, classes):
             if part.labels.ndim != 1:
-                raise ValueError(f"{inputs.source.name} has many labels an image: a probe needs one class each")
+                raise ValueError(f"{inputs.source.name} has several labels per image: a probe needs one class each")
             parts.append(Split(part.images["vec"].float().cpu(), part.labels.cpu()))
     return Split(*map(torch.cat, zip(*parts, strict=True)))

@@ -59,7 +59,7 @@ def run(inputs: Inputs, task_options: VqaTaskOptions) -> Findings:
     if results is None:
         with suppress(BadSample):
             if (info := info_of(source, 0)).get(QUESTION) is not None and ANSWERS not in info:
-                raise ValueError(f"{source.name} has no answers to score with: --results FILE writes the model's.")
+                raise ValueError(f"{source.name} has no answers: add --results FILE to write the model's answers.")
         check_asks(source)
     else:
         check_results(source, QUESTION_ID)

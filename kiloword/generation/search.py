@@ -73,10 +73,10 @@ def search(
 ) -> list[list[Found]]:
     """Finished texts of B images, best first; none where the decoder outputs NaN.
 
-    Beam search: of the 2 * beams most likely extensions, those among the first `beams` that end are finished. An image
-    is done when its best unfinished text scores no higher than as many finished ones as beams (as
-    `early_stopping=False` of transformers), or where it cannot come before the last requested one at any length.
-    Greedy search is that of one beam.
+    Beam search takes the 2 * beams most likely extensions. Of the first `beams`, those that end are finished. An image
+    is done when `beams` finished texts score at least as high as its best unfinished text (as `early_stopping=False` of
+    transformers), or when the unfinished text cannot come before the last requested one at any length. Greedy search is
+    beam search with one beam.
 
     Args: decoding: a `ModelDecoding` of B rows, before the first step; seeds [B, num]: of the samples of nucleus.
     """

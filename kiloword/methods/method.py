@@ -65,8 +65,8 @@ class Term(Piece):
 class Contrast(Piece):
     """A further pair loss, of features of its own: image and image, text and text, student and teacher.
 
-    Rows and columns are gathered over ranks and accumulated over micro-batches, so that it is exact. Parameters start
-    as those of terms do.
+    Columns are gathered over ranks, and all features accumulated over micro-batches, so that the loss is exact.
+    Parameters start as those of terms do.
     """
 
     head: Head  # scores rows against columns

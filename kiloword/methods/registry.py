@@ -109,7 +109,7 @@ def find(name: str) -> tuple[Callable[[Any], Method], type]:
         module = _module(PRESETS[base])
         make, kind = module.preset, module.Settings
     else:
-        hint = f" Weights of a model are taken by --init {name}." if ":" in name else suggestion(base, PRESETS)
+        hint = f" To start from a model's weights, use --init {name}." if ":" in name else suggestion(base, PRESETS)
         raise ValueError(f"unknown method {base!r}: expected {', '.join(PRESETS)}, or your own module:preset.{hint}")
     if not added:
         return make, kind

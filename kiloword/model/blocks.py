@@ -251,10 +251,10 @@ def trunk_layers(tower: nn.Module) -> int:
 
 
 def layer_factors(module: nn.Module, decay: float) -> dict[str, float]:
-    """Learning-rate multipliers of layer-wise decay by name of the parameter, where they are not 1.
+    """Learning-rate multipliers of layer-wise decay by parameter name. Parameters that are not listed have 1.
 
-    Layer l of the n of a tower (`layers_of`, from the bottom) has decay^(n - l); embeddings below its first block have
-    decay^(n + 1); what is above the towers has 1. Source: arXiv:2106.08254, and its public code.
+    Layer l of a tower's n layers (`layers_of`, l = 0 at the bottom) has decay^(n - l). Embeddings below the first block
+    have decay^(n + 1). Parameters above the towers have 1. Source: arXiv:2106.08254, and its public code.
     """
     factors: dict[str, float] = {}
     for path, part in module.named_modules():

@@ -107,7 +107,7 @@ def write_card(folder: Path) -> None:
 
 
 def record_retrieval(folder: Path, data: str, images: int, step: int, metrics: Mapping[str, float]) -> None:
-    """Write retrieval.json beside a run's model folder, and its figures into the card. Args: images: their number."""
+    """Write retrieval.json beside a run's model folder, and its figures into the card. Args: images: how many."""
     record = {"data": scrubbed(data), "images": images, "step": step, "metrics": dict(metrics)}
     write_json(folder.parent / "retrieval.json", record)
     write_card(folder)

@@ -26,4 +26,4 @@ class EmbedOptions(Execution):
     views: int = 1  # number of augmented views of each image; training shows one view in each epoch
     augment: AugmentConfig = field(default_factory=AugmentConfig)  # augmentation of the images
     seed: int = 0  # seed of the augmentation
-    part: Annotated[int, Suppress] = 0  # rows between interruptions; 0: by size
+    part: Annotated[int, Suppress] = 0  # rows of a part, which a stopped command keeps; 0: by the size of a row

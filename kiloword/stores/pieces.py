@@ -76,7 +76,7 @@ def computed(
         return folder / f"part-{number:05d}.parquet"
 
     def made(batches: list[range]) -> Iterator[Rows]:
-        """With progress of all rows that are to be done."""
+        """Computed rows of each batch, with a progress bar over all rows that are left."""
         left, ready, bar = sum(map(len, todo)), 0, Bar("images", "images", report)
         if report is not None and left < len(source):
             say(f"{len(source) - left:,} of {len(source):,} rows are done already.", to=report)

@@ -67,7 +67,7 @@ def open_val(recipe: Recipe) -> list[ValSet]:
 def open_sets(words: Sequence[str], asks: bool, size: int | None, flag: str) -> list[ValSet]:
     """The data sets that SRC or TASK=SRC name, and the tasks to evaluate them by.
 
-    Args: asks: whether the method answers questions; size: of drawn images in pixels; flag: for messages.
+    Args: asks: whether the method answers questions; size: pixels of drawn images; flag: its name in messages.
     Raises: ValueError for an unknown task, one set twice, data without captions or classes, and as `open_source`.
     """
     sets, sources = list[tuple[str, str]](), list[Source]()

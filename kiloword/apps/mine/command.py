@@ -27,7 +27,7 @@ class Mine:
     # or if the mean cosine of the caption and the image's captions is above this, and p1-text holds; the paper: 0.99
     p3: float | None = None
     p1_text: float | None = None  # with p3: the cosine of image and caption is above this; the paper: 0.24
-    calibrate: bool = False  # fit the thresholds that are not given to the teacher, and print the flags for training
+    calibrate: bool = False  # choose missing thresholds to suit the teacher, and print the flags for training
     false_rate: float = setting(
         1e-4, "with calibrate: largest share of random pairs that each of p1, p2 and p3 may accept", ABOVE_0, BELOW_1
     )

@@ -29,7 +29,7 @@ class Index(Execution):
 
     photos: Positional[Path]  # folder of photos, with its subfolders; captions are not needed
     out: Path  # folder of the library
-    model: str | None = None  # model folder; default: the model of the library
+    model: str | None = None  # model folder, or open_clip:NAME:FILE, hf:FOLDER; default: the library's model
     trust: Flat[Trust] = NONE  # code that the model folder may run
     dim: int | None = None  # keep the first N numbers of the vectors, normalised again; default: all
     forget: bool = False  # forget photos that are no longer in the folder, even if these are most of the library

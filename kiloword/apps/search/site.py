@@ -94,7 +94,7 @@ class Site:
         """Photos most like an uploaded one."""
         origin, length = request.headers.get("origin"), request.headers.get("content-length", "")
         if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
-            raise HTTPException(403, "Photos are taken from this site's own pages alone.")
+            raise HTTPException(403, "Only this site's own pages can upload photos.")
         if not length:
             raise HTTPException(411, "The upload does not say how long it is.")
         if int(length) > UPLOAD:
@@ -103,7 +103,7 @@ class Site:
             file = form.get("image")
             image = await file.read() if isinstance(file, UploadFile) else b""
         if not image:
-            raise HTTPException(400, "No photo came: choose a file.")
+            raise HTTPException(400, "The upload holds no photo: choose a file.")
         return await run_in_threadpool(self._like, image)
 
     def _like(self, image: bytes) -> Response:

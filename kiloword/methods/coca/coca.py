@@ -54,7 +54,7 @@ class CaptionSettings(Decoding, MaskSettings):
         0.0, "share of images whose captions are predicted all at once, from mask tokens: 0.75 in CapPa", 0, 1
     )
     caption_mask: Literal["none", "attentive", "random"] = setting(
-        "none", "attentive: the patches least similar to the caption"
+        "none", "patches hidden from the text decoder; attentive: those least similar to the caption"
     )
     caption_share: float = setting(0.5, "share of masked patches: r_l", ABOVE_0, BELOW_1, needs="caption_mask!=none")
     caption_op: Literal["drop", "token"] = setting(

@@ -54,7 +54,7 @@ class Settings(MimSettings, coca.Settings):
     """CoCa's settings, those of masked images, and which patches captions see."""
 
     caption_mask: Literal["none", "attentive", "random"] = setting(
-        "attentive", "attentive: the patches least similar to the caption"
+        "attentive", "patches hidden from the text decoder; attentive: those least similar to the caption"
     )
 
 
