@@ -120,29 +120,31 @@ def read_columns(path: Path | str, *names: str) -> list[list[str]]:
 
 
 def _read_csv(path: Path, columns: list[str], most: int | None = None) -> tuple[Cells, Malformed]:
-    """A quote around lines that look like rows spoils its own line alone. Args: most: lines that are read."""
-    (mark, names), malformed, suffixes, end = _header(path), list[tuple[str, str]](), set[str | None](), 1
+    """A row with a quoted cell of lines that look like rows, as many cells and a known suffix, is malformed lines.
+
+    Args: most: rows that are read.
+    """
+    (mark, names), malformed, suffixes, end = _header(path), list[tuple[str, str]](), set[str | None](), 0
     cells: Cells = {name: [] for name in columns}
     first, places = names.index(columns[0]), [(names.index(name), column) for name, column in cells.items()]
     csv.field_size_limit(_LONGEST)
     with path.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
-        lines = list(islice(file, most))
-    while end < len(lines):
-        start, reader = end, csv.reader(map(lines.__getitem__, range(end, len(lines))), delimiter=mark)
-        for row in reader:
-            at, end = end, start + reader.line_num
-            inner = [parts for line in lines[at + 1 : end] for parts in csv.reader([line], delimiter=mark)]
+        reader = csv.reader(file, delimiter=mark)
+        for row in islice(reader, most):
+            at, end, reason = end + 1, reader.line_num, f"line without {len(names)} columns"
+            if at == 1 or not row:
+                continue
             if len(row) == len(names):
-                suffixes.add(os.path.splitext(row[first])[1] or None)  # a line like a row has one of them
-                if not any(len(one) == len(names) and os.path.splitext(one[first])[1] in suffixes for one in inner):
-                    for place, column in places:
-                        column.append(row[place])
-                    continue
-            if row:
-                reason = "line opens a quote around later lines" if inner else f"line without {len(names)} columns"
-                malformed.append((f"line {at + 1} ({shown(lines[at].rstrip()[:60])})", reason))
-            end = at + 1
-            break
+                suffixes.add(os.path.splitext(row[first])[1] or None)
+                inner = [line.split(mark) for cell in row if "\n" in cell for line in cell.split("\n")[1:]]
+                like = any(len(one) == len(names) and os.path.splitext(one[first])[1] in suffixes for one in inner)
+                reason = f"a quote that opens in line {at} encloses rows" if like else ""
+            if reason:
+                lines = mark.join(row).splitlines()
+                malformed += [(f"line {n} ({shown(line[:60])})", reason) for n, line in enumerate(lines, at)]
+            else:
+                for place, column in places:
+                    column.append(row[place])
     return cells, malformed
 
 

@@ -162,11 +162,11 @@ def _tokens(path: Path, options: TableOptions, split: Path | None) -> Layout:
     """Captions of Flickr8k or Flickr30k. Args: split: a file that lists images, as Flickr_8k.testImages.txt."""
     listed, lines = set(map(str.strip, _lines(split) if split else [])), _lines(path)
     found = [match.groups() for match in map(_TOKEN.fullmatch, lines) if match]
-    wrong = {n: line for n, line in enumerate(lines, 1) if line.strip() and not _TOKEN.fullmatch(line)}
     cells: Cells = {"image": [image for image, _ in found], "caption": [caption for _, caption in found]}
     cells["split"] = [options.split * (image in listed) for image in cells["image"]]
     reason = "line is not IMAGE#NUMBER, a tab and a caption"
-    return Layout(cells, [(f"line {n} ({shown(line[:60])})", reason) for n, line in wrong.items()], options)
+    wrong = [(n, line) for n, line in enumerate(lines, 1) if line.strip() and not _TOKEN.fullmatch(line)]
+    return Layout(cells, [(f"line {n} ({shown(line[:60])})", reason) for n, line in wrong], options)
 
 
 def images_folder(path: Path, option: str, names: pa.ChunkedArray, subset: str | None) -> Path:
