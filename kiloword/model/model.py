@@ -65,21 +65,18 @@ class Model(nn.Module):
         return ((images.to(mean.dtype) / 255 - mean) / std).to(self.mean.dtype)
 
     def encode_image(
-        self, images: Tensor, keep: Tensor | None = None, masked: Tensor | None = None
+        self, images: Tensor, keep: Tensor | None = None, masked: Tensor | None = None, patches: bool = True
     ) -> tuple[Tensor, Features]:
-        """Tokens [I, E + P, W] and features of uint8 images; `keep` and `masked` as in `ImageTower`."""
-        tokens = self.image_tokens(images, keep, masked)
-        return tokens, self._image_features(tokens)
+        """Tokens [I, E + P, W] and features of uint8 images; other arguments as of `ImageTower`."""
+        tokens = self.image_tokens(images, keep, masked, patches)
+        with self.computing():
+            features = self.head.image(tokens)
+        return tokens, {name: self._out(value) for name, value in features.items()}
 
     def image_features(self, images: Tensor) -> Features:
         """Features of uint8 images, as of `encode_image`; the last block computes patches only if they are read."""
-        patches = type(self.head.pooling).image is not Single.image or self.config.head.image_pool != "cls"
-        return self._image_features(self.image_tokens(images, patches=patches))
-
-    def _image_features(self, tokens: Tensor) -> Features:
-        with self.computing():
-            features = self.head.image(tokens)
-        return {name: self._out(value) for name, value in features.items()}
+        read = type(self.head.pooling) is not Single or self.head.uncertainty or self.config.head.image_pool != "cls"
+        return self.encode_image(images, patches=bool(read))[1]
 
     def image_tokens(
         self, images: Tensor, keep: Tensor | None = None, masked: Tensor | None = None, patches: bool = True
