@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import re
 import socket
 import threading
@@ -25,7 +26,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -88,7 +89,9 @@ class Site:
         else:
             found = [Match(row) for row in range(len(library))[:SHOWN]]
         photos = listed(library, found)
-        return _page(title, about, asked, photos) if request.url.path == "/" else JSONResponse(photos)
+        if request.url.path != "/":
+            return Response(json.dumps(photos), media_type="application/json")
+        return _page(title, about, asked, photos)
 
     async def upload(self, request: Request) -> Response:
         """Photos most like an uploaded one."""
