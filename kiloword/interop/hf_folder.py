@@ -34,7 +34,7 @@ def read_sentence_folder(folder: Path) -> tuple[Literal["mean", "cls", "max"], l
     pooling: Any = "mean"
     names = ["config.json", "modules.json", "sentence_bert_config.json", "tokenizer.json", "vocab.txt", "vocab.json"]
     if (folder / "modules.json").is_file():
-        modules = json_file(folder / "modules.json", list)
+        modules = json_object(folder / "modules.json", list)
         kinds = [str(module["type"]).rpartition(".")[2] for module in modules if isinstance(module, dict)]
         place = str(modules[1].get("path")) if kinds[:2] == ["Transformer", "Pooling"] else ""
         names.append(f"{place}/config.json")
@@ -158,12 +158,7 @@ def _side(value: Any) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def json_object(path: Path) -> dict[str, Any]:
-    """A JSON file with an object. Raises: ValueError when it is missing or damaged."""
-    return dict(json_file(path, dict))
-
-
-def json_file(path: Path, kind: type) -> Any:
+def json_object(path: Path, kind: type = dict) -> Any:
     """A JSON file of a kind of value. Raises: ValueError when it is missing, damaged, or larger than LARGEST."""
     if not path.is_file():
         raise NoFile(f"there is no {path}: expected a folder that transformers' save_pretrained wrote.")

@@ -55,8 +55,8 @@ def assumed(name: str, config: ModelConfig) -> str:
     shown, told = config.preprocess, raw_config(name).get("preprocess_cfg", {})
     source = "as it says"
     if omitted := ", ".join(key for key in ("mean", "std", "resize_mode") if key not in told):
-        by_name = "by the name; for published weights, give their tag (@TAG)"
-        source = f"{omitted} assumed, as it omits them" if name.endswith(".json") else f"assumed {by_name}"
+        source = "assumed by the name; for published weights, give their tag (@TAG)"
+        source = f"{omitted} assumed, as it omits them" if name.endswith(".json") else source
     how = f"resize {shown.resize}, bicubic; mean {shown.mean}, std {shown.std}; activation {config.text.activation}"
     return f"{name}: {how}; {source}."
 

@@ -131,7 +131,7 @@ def open_tower(tower: str, kinds: Sequence[TokenKind], trust: Trust = NONE) -> t
                 text = replace(config.text, vocab=tokenizer.vocab, special=tokenizer.roles.ids())
                 config = replace(config, text=text)
         except ValueError as error:
-            errors.append(f"Of {kind}: {error}" if len(kinds) > 1 else str(error))
+            errors.append(f"Of {kind}: {error}")
     if len(errors) == len(kinds):
         raise ValueError(" ".join(errors))
     towers.check_declared(config, tower, tower)

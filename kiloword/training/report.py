@@ -18,6 +18,7 @@ from kiloword.config.settings import leaves
 from kiloword.data.sampler import Order
 from kiloword.distributed import collectives
 from kiloword.errors import count
+from kiloword.methods.defaults import default_recipe
 from kiloword.models.card import CARD, write_card
 from kiloword.report import Gallery, Text, Tile, write_page
 from kiloword.runs.page import Differs, page
@@ -68,19 +69,23 @@ def write(run: Run) -> None:
         run.log.say(f"{run.out / NAME} or the model card was not written ({type(e).__name__}: {e}).")
 
 
-def unusual(recipe: Recipe, usual: Recipe, options: RunOptions) -> list[Differs]:
+def unusual(recipe: Recipe, usual: Recipe | None, options: RunOptions) -> list[Differs]:
     """Settings that differ from their defaults: (flag, value, default).
 
-    Args: recipe: as it is requested, not resolved; usual: with the defaults of its method, size, data, init and towers.
+    Args: recipe: as it is requested, not resolved; usual: with the defaults of its method, size, data, init and towers;
+    None: those of its method, size and data.
     """
-    found = list[Differs]()
-    for mine, plain in ((recipe, usual), (options, RunOptions())):
-        defaults = {leaf.path: leaf.value for leaf in leaves(plain)}
-        for leaf in leaves(mine):
-            default = leaf.field.default if leaf.path in DECIDING else defaults[leaf.path]
-            if leaf.value != default and leaf.path not in ELSEWHERE and ".trunk." not in leaf.path:
-                found.append((leaf.flag, leaf.value, default))
-    return found
+    if usual is None:
+        usual = recipe
+        with suppress(ValueError):  # of a size without a name
+            usual = default_recipe(recipe.method, recipe.size, recipe.data.sources)
+    mine, plain = ([*leaves(of), *leaves(run)] for of, run in ((recipe, options), (usual, RunOptions())))
+    return [
+        (leaf.flag, leaf.value, default)
+        for leaf, other in zip(mine, plain, strict=True)
+        for default in [leaf.field.default if leaf.path in DECIDING else other.value]
+        if leaf.value != default and leaf.path not in ELSEWHERE and ".trunk." not in leaf.path
+    ]
 
 
 def _samples(run: Run) -> Iterator[Text | Gallery]:
