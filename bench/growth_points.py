@@ -43,7 +43,6 @@ from kiloword.data.transforms.settings import ComposeSettings
 from kiloword.losses.pertext import choose
 from kiloword.methods.fff import Mined
 from kiloword.randomness import Draw
-from kiloword.training.setup import saver
 from step import alone, given, our_side, step
 
 Call = Callable[[], Mapping[str, float] | None]
@@ -299,7 +298,7 @@ def checkpoint(which: int, folder: Path) -> Call:
     parameters = sum(p.numel() for p in run.learner.parameters())
 
     def call() -> Mapping[str, float]:
-        with saver(run) as state_saver:
+        with save.saves(run) as state_saver:
             state_saver.save()
         state = (path for path in (run.out / "state").rglob("*") if path.is_file())
         return {"work": parameters, "disk_mb": round(sum(path.stat().st_size for path in state) / 1e6, 3)}

@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ import torch
 from kiloword.config.options import RunOptions
 from kiloword.distributed.device import precision_of
 from kiloword.methods.defaults import default_recipe
+from kiloword.models.saving import Saver
 from kiloword.training.resolve import Run, open_sources
-from kiloword.training.setup import prepare
-from kiloword.training.setup import saver as saver_of
+from kiloword.training.setup import prepare, snapshot
 from kiloword.training.step import backward
 
 
@@ -51,8 +52,13 @@ def step(run: Run) -> float:
     return time.perf_counter() - start
 
 
+def saves(run: Run) -> Saver:
+    """What saves a run."""
+    return Saver(run.out, run.options.keep_states, partial(snapshot, run))
+
+
 def measure(size: str, device: str, times: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, saver_of(run := ready(size, device, Path(folder) / "run")) as saver:
+    with tempfile.TemporaryDirectory() as folder, saves(run := ready(size, device, Path(folder) / "run")) as saver:
         blocked: dict[str, list[float]] = {"first": [], "background": [], "awaited": []}
         alone, beside = [step(run) for _ in range(times)], []
         for n in range(times + 1):

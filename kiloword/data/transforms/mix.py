@@ -131,7 +131,7 @@ class WithPartner(_Mix):
         s, rows = self.settings, None
         if s.partner != "random" and isinstance(source, MixtureSource) and any(w % 1 for w in source.weights):
             raise ValueError(
-                f"{source.name}: fractional --weights draw other rows each epoch: use whole ones, or partner random."
+                f"{source.name}: fractional --weights draw other rows each epoch: use whole weights, or partner random."
             )
         if s.partner == "file":
             rows = named(source, str(s.partner_file))
