@@ -137,6 +137,7 @@ def graph(model: Any, side: str, args: argparse.Namespace) -> Any:
     kiloword(["export", "onnx", str(folder / "model"), "--out", str(folder / "onnx")])
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = args.threads
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # it would take our side's cores
     return onnxruntime.InferenceSession(str(folder / "onnx" / f"{side}.onnx"), options)
 
 
