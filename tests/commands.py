@@ -50,7 +50,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 
 
 def torchrun(ranks: int, *words: object) -> subprocess.CompletedProcess[str]:
-    """A command as it ended, by so many ranks; one is started without torchrun."""
+    """A command as it ended, by so many ranks; torchrun starts more than one rank."""
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
     command = [sys.executable, "-m", *launch, "kiloword", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=600)

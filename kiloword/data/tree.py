@@ -49,7 +49,7 @@ class ClassTree:
         return path[min(level, len(path) - 1)]
 
     def truth(self, captions: Sequence[str], labels: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which captions [T] are true of which labels [I]; -1: of none. Raises: ValueError for one not of the tree."""
+        """Which captions [T] are true of labels [I], -1: none. Raises: ValueError where a caption names no node."""
         unknown = [caption for caption in captions if caption not in self.nodes_of]
         if unknown:
             hint = suggestion(unknown[0], self.nodes_of)

@@ -44,8 +44,8 @@ def masked_patches(
 ) -> Tensor:
     """Patches of N images to mask for the image decoder: [N, m] int64, ascending.
 
-    Args: images uint8 [N, 3, H, W]; texts: N captions, for attentive masks, of which caption n is compared with image
-    n, both unmasked; seeds [N], for random ones.
+    Args: images uint8 [N, 3, H, W]; texts: N captions, for attentive masks: caption n is compared with image n, both
+    unmasked; seeds [N], for random masks.
     Raises: ValueError for attentive masks of a model whose patches and words cannot be compared.
     """
     if attentive:

@@ -66,7 +66,7 @@ class Contrast(Piece):
     """A further pair loss, of features of its own: image and image, text and text, student and teacher.
 
     Columns are gathered over ranks, and all features accumulated over micro-batches, so that the loss is exact.
-    Parameters start as those of terms do.
+    Parameters start as the parameters of a `Term` start.
     """
 
     head: Head  # scores rows against columns

@@ -20,9 +20,9 @@ def train(data: Any, method: str | None = None, *, out: str | Path, **settings: 
     """Train a model, as `kiloword train` does; the same call again resumes.
 
     Args: data: what --data takes, one or a list of them, or a data set in Python (`MapStyleSource` has its forms);
-    method: a preset with components, by default "siglip", or that of recipe=; out: folder of the run; settings: flags
-    of the command, with "_" for "-": steps=2000, val="photos/dev", optim={"lr": 1e-3}, settings={"k": 16}. None stands
-    for the default.
+    method: a preset with components; None: the method of `recipe`, else "siglip"; out: folder of the run; settings:
+    flags of the command, with "_" for "-": steps=2000, val="photos/dev", optim={"lr": 1e-3}, settings={"k": 16}. None
+    stands for the default.
     Returns: the trained model, on the device that trained it. `load(out)` gives it again.
     Raises: ValueError, as the command, for settings and data that cannot be used; Stopped after a signal.
     """

@@ -72,8 +72,8 @@ def write(run: Run) -> None:
 def unusual(recipe: Recipe, usual: Recipe | None, options: RunOptions) -> list[Differs]:
     """Settings that differ from their defaults: (flag, value, default).
 
-    Args: recipe: as it is requested, not resolved; usual: with the defaults of its method, size, data, init and towers;
-    None: those of its method, size and data.
+    Args: recipe: as it is requested, not resolved; usual: with the defaults of the method, size, data, init and towers
+    of `recipe`; None: of the method, size and data alone.
     """
     if usual is None:
         usual = recipe

@@ -96,7 +96,7 @@ def open_scenes(src: str, size: int = 64) -> ScenesSource | SceneQuestions:
         {
             f"task=vqa has questions and answers in place of captions; omit {', '.join(sorted(unread))}=": unread,
             f"task={task} has images of one object; omit objects=": not set(objects) <= set(known),
-            "inner=1 states no places, by which captions of hard=shape differ; choose one": hard and settings.inner,
+            "inner=1 states no places, and hard=shape needs captions with places; choose one": hard and settings.inner,
             f"hard=shape makes groups of {GROUP}; n={settings.n} is not a multiple of that": hard
             and settings.n % GROUP,
         }
