@@ -15,15 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kiloword.evaluation.caption_metrics import (
-    Captions,
-    bleu,
-    cider,
-    clipscore,
-    own,
-    rouge_l,
-    score_captions,
-)
+from kiloword.evaluation.caption_metrics import Captions, bleu, cider, clipscore, own, rouge_l, score_captions
 from parts import units
 
 official = pytest.mark.skipif(find_spec("pycocoevalcap") is None, reason="pycocoevalcap is not installed")

@@ -192,8 +192,7 @@ def test_refused_suites(
 
 
 @pytest.mark.parametrize(
-    "place",
-    ["vtab/dtd/test", "wds_vtab-dtd/test", "wds_vtab-dtd_test/test", "wds/vtab/dtd/test", "wds_dtd", "dtd.csv"],
+    "place", ["vtab/dtd/test", "wds_vtab-dtd/test", "wds_vtab-dtd_test/test", "wds/vtab/dtd/test", "wds_dtd", "dtd.csv"]
 )
 def test_where_data_sets_are_found(place: str, tmp_path: Path) -> None:
     data = ("vtab/dtd", "dtd.csv?label=class")

@@ -1,6 +1,5 @@
 """Towers of other libraries: their tokens, their files, and what is refused."""
 
-import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -111,18 +110,6 @@ def test_images_and_their_trunk_tokens_give_the_same() -> None:
         model(trunk=TrunkConfig()).image_tokens(tokens)
 
 
-def test_a_frozen_trunk_keeps_no_activations() -> None:
-    made = model()
-    trunk = made.image_tower.trunk
-    images = torch.randn(2, 3, 64, 64)
-    assert trunk(images).requires_grad
-    trunk.requires_grad_(False)
-    assert not trunk(images).requires_grad
-    trunk.bn1.weight.requires_grad_(True)
-    assert trunk(images).requires_grad
-    assert not trunk.train().training
-
-
 def test_a_new_trunk_uses_running_statistics_and_its_blocks_cover_all_parameters_once() -> None:
     """From its first call on: an image's tokens do not depend on the others of its batch."""
     trunk, images = EfficientNetLite("efficientnet-lite0"), torch.randn(3, 3, 64, 64)
@@ -169,6 +156,7 @@ def test_training_saves_loads_and_resumes_without_the_file(weights: Path, tmp_pa
     torch.testing.assert_close(saved.image_tower.trunk.bn0.running_var, stored["_bn0.running_var"], rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("error")  # torch warns of pickles of another protocol
 def test_files_that_are_refused(weights: Path, tmp_path: Path) -> None:
     trunk, cut = EfficientNetLite("efficientnet-lite0"), tmp_path / "cut.pth"
     assert "not used: fc.weight" in towers.load(trunk, f"efficientnet-lite0:{weights}", "image tower")
@@ -176,6 +164,7 @@ def test_files_that_are_refused(weights: Path, tmp_path: Path) -> None:
         (lambda: None, "no file of weights"),
         (lambda: cut.write_bytes(weights.read_bytes()[:100_000]), "cannot be read as plain tensors"),
         (lambda: torch.save({"model": trunk}, cut), "code of a file is never run"),
+        (lambda: cut.write_bytes(pickle.dumps(config())), "cannot be read as plain tensors"),
         (lambda: cut.write_bytes(b""), "damaged"),
         (lambda: torch.save(EfficientNetLite("efficientnet-lite2").state_dict(), cut), "do not fit efficientnet-lite0"),
     ]
@@ -183,28 +172,3 @@ def test_files_that_are_refused(weights: Path, tmp_path: Path) -> None:
         write()
         with pytest.raises(ValueError, match=word):
             towers.load(trunk, f"efficientnet-lite0:{cut}", "image tower")
-
-
-class Hostile:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
-        return os.mkdir, (str(self.folder),)
-
-
-@pytest.mark.filterwarnings("error")  # torch warns of pickles of another protocol
-@pytest.mark.parametrize("save", [torch.save, lambda hostile, path: path.write_bytes(pickle.dumps(hostile))])
-def test_no_code_of_a_weights_file_runs(save: Callable[[Hostile, Path], None], tmp_path: Path) -> None:
-    mark, path = tmp_path / "mark", tmp_path / "weights.pth"
-    save(Hostile(mark), path)
-    with pytest.raises(ValueError, match="cannot be read as plain tensors"):
-        towers.load(EfficientNetLite("efficientnet-lite0"), f"efficientnet-lite0:{path}", "image tower")
-    words = ["train", "siglip", "--image-tower", f"efficientnet-lite0:{path}", "--data", "scenes?n=8", "--vocab", "300"]
-    with pytest.raises(SystemExit):
-        main([*words, "--out", str(tmp_path / "run")])
-    assert not mark.exists()
-    torch.load(path, weights_only=False) if save is torch.save else pickle.loads(path.read_bytes())
-    assert mark.exists()  # the file is as hostile as it should be
