@@ -1,8 +1,7 @@
-"""Exports: each target's own library, in a process without kiloword, computes the features of the source."""
+"""Exports: the library of each target, in a process without kiloword, computes the features of the source."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -18,7 +17,7 @@ from safetensors.torch import load_file
 
 import kiloword
 from commands import refused
-from folders import TextPool, changed, model_folder
+from folders import TextPool, model_folder
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelConfig, ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer_from
@@ -28,7 +27,6 @@ from kiloword.interop.export.weights import inverted
 from kiloword.methods.registry import preset
 from kiloword.model.trunks.libraries import torchvision_ready
 from kiloword.models.build import build
-from kiloword.models.card import record_retrieval, write_card
 from kiloword.models.model_folder import load_model, save_model
 from kiloword.models.trust import NONE
 
@@ -288,47 +286,3 @@ def test_weights_are_mapped_back() -> None:
     assert back["logit_scale"].tolist() == 7
     with pytest.raises(ValueError, match="no weights for c"):
         inverted({"c": torch.empty(1)}, ours)
-
-
-@pytest.mark.parametrize(
-    ("method", "named"),
-    [
-        ("siglip", ""),
-        ("llip+my_losses.focal:my_loss", ', method="llip+my_losses.focal:my_loss"'),
-        ('a:b"); import os; os.system("id', ""),
-        ("a:b\n#", ""),
-    ],
-)
-def test_the_code_of_a_card_names_a_method_that_is_code(method: str, named: str, tmp_path: Path) -> None:
-    """And holds nothing else that a stranger's config.json says."""
-    folder = changed(model_folder(tmp_path / "model"), "config.json", method=method)
-    write_card(folder)
-    code = (folder / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
-    needs = ["# needs my_losses.focal, from the author of the model, in this folder or on PYTHONPATH"] if named else []
-    load = f'matcher = kiloword.load("FOLDER"{named})'
-    assert code.splitlines() == ["import kiloword", *needs, load, 'matcher.score(["photo.jpg"], ["a dog"])']
-
-
-def test_a_card_tells_what_the_run_recorded_as_text(tmp_path: Path) -> None:
-    data = "<img src=x>|s3://u:secret@b\n# title"
-    folder = changed(model_folder(tmp_path / "run" / "model"), "config.json", steps=1200, data=data)
-    (tmp_path / "run" / "config.json").write_text(json.dumps({"format": "kiloword-run-1"}))
-    (tmp_path / "run" / "zeroshot.json").write_text(json.dumps({"acc1": 0.5, "skipped": 0.0}))
-    rows = [{"step": 1, "val/rsum": 1.0}, {"step": 2, "val/rsum": 2.0}, {"step": 3, "loss": 1.0}]
-    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n{broken")
-    write_card(folder)
-    text = (folder / "README.md").read_text()
-    assert "1,200 steps" in text
-    assert "| zeroshot | acc1 | 0.5000 |" in text
-    assert "| validation at step 2 | rsum | 2.0000 |" in text
-    assert "<img" not in text.replace(r"\<img", "")
-    assert "secret" not in text
-    assert "\n# title" not in text
-    assert kiloword.load(folder).card == text
-    history = {"val": {"dev": ["s3://u:secret2@b/dev", 8]}}
-    (tmp_path / "run" / "history.jsonl").write_text(json.dumps(history) + "\n[")
-    record_retrieval(folder, "scenes:test", 500, 1200, {"recall@1": 0.25})
-    text = (folder / "README.md").read_text()
-    assert "8 images, at step 2 | rsum | 2.0000 |" in text
-    assert "secret2" not in text
-    assert "| retrieval: scenes:test, 500 images, at step 1,200 | recall@1 | 0.2500 |" in text
