@@ -20,19 +20,7 @@ from kiloword.data.open import open_source
 from kiloword.data.scenes.captions import chain, describe
 from kiloword.data.scenes.query import ANY, Pattern, Query, entails, truth_table
 from kiloword.data.scenes.source import SceneParts, ScenesSource, parse_scenes
-from kiloword.evaluation import evaluate
-from kiloword.evaluation.hierarchy import (
-    Chains,
-    inclusion_by_level,
-    kendall,
-    measure,
-    most_inclusive,
-    radius_paths,
-    read,
-    traversals,
-    uncertainty_by_level,
-    wrong_texts,
-)
+from kiloword.evaluation import evaluate, hierarchy
 from kiloword.methods.prolip.gaussian import inclusion, log_inclusion
 from kiloword.report import Block, Page, write_page
 from kiloword.types import Features, Skipped
@@ -69,13 +57,15 @@ def official(texts: Tensor, strings: list[list[str]], photo: list[int], images: 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_protocol_of_hierarcaps_is_its_transcription(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    chains = Chains.of(  # one or two chains an image; general texts are shared between images
+    chains = hierarchy.Chains.of(  # one or two chains an image; general texts are shared between images
         {i: [[f"g{rng.integers(3)}", f"h{rng.integers(9)}", f"{i}-{c} c", f"{i}-{c} d"] for c in range(1 + i % 2)]
          for i in range(7)}
     )  # fmt: skip
     texts, images, root = gaussians(len(chains.texts), 3, seed), gaussians(7, 3, seed + 10), gaussians(1, 3, seed + 20)
     radius = (texts["vec"] - root["vec"]).norm(dim=1)
-    found = dict(measure(radius_paths(images["vec"] @ texts["vec"].T, radius), chains, "hierarcaps"))
+    found = dict(
+        hierarchy.measure(hierarchy.radius_paths(images["vec"] @ texts["vec"].T, radius), chains, "hierarcaps")
+    )
     strings = [[chains.texts[t] for t in places] for places in chains.places.tolist()]
     expected = official(texts["vec"][chains.places], strings, chains.image.tolist(), images["vec"], root["vec"][0])
     assert [found["hierarcaps_precision"], found["hierarcaps_recall"]] == pytest.approx(expected)
@@ -86,36 +76,36 @@ def test_equal_scores_take_the_first_admitted_text_and_equal_radii_admit_all() -
     radius, scores = gaussians(20, 3)["vec"].abs().sum(1), gaussians(20, 3)["vec"][:2] @ gaussians(20, 3, 1)["vec"].T
     limits = np.linspace(radius.min().item(), radius.max().item(), 50)
     expected = [min(t for t in range(20) if radius[t] <= limit) for limit in limits]
-    assert radius_paths(torch.zeros(2, 20), radius).tolist() == [expected, expected]
-    assert (radius_paths(scores, torch.ones(20)) == scores.argmax(1, keepdim=True)).all()
+    assert hierarchy.radius_paths(torch.zeros(2, 20), radius).tolist() == [expected, expected]
+    assert (hierarchy.radius_paths(scores, torch.ones(20)) == scores.argmax(1, keepdim=True)).all()
 
 
 def test_traversal_is_the_transcription() -> None:
     texts, roots, start = gaussians(23)["vec"], gaussians(7, seed=2)["vec"], torch.tensor([3, 0, 22, 7, 7, 1, 9])
-    paths = traversals(start, texts, roots)
+    paths = hierarchy.traversals(start, texts, roots)
     for i in range(7):
         for n in range(50):
             point = (1 - n / 49) * texts[start[i]] + n / 49 * roots[i]
             assert paths[i, n] == int(np.argmax([float(point @ text) for text in texts])), (i, n)
-    paths = traversals(start, texts, texts[[5]])  # one root for all
+    paths = hierarchy.traversals(start, texts, texts[[5]])  # one root for all
     assert torch.equal(paths[:, 0], start)
     assert (paths[:, -1] == 5).all()
     near, root = F.normalize(0.1 * gaussians(400, 32)["vec"] + roots[0, 0]).float(), gaussians(1, 32, 1)["vec"].float()
     with torch.autocast("cpu", torch.bfloat16):  # texts that lie close together are one text in bf16
-        found = traversals(start, near, root)
-    assert torch.equal(found, traversals(start, near, root))
+        found = hierarchy.traversals(start, near, root)
+    assert torch.equal(found, hierarchy.traversals(start, near, root))
 
 
 def test_most_inclusive_text_pair_by_pair() -> None:
     texts, images = gaussians(31), gaussians(9, seed=1)
     repeated = [{name: value[[i]].expand(31, -1) for name, value in images.items()} for i in range(9)]
     expected = [int(log_inclusion(one, texts).sum(1).argmax()) for one in repeated]
-    assert most_inclusive(images, texts).tolist() == expected
+    assert hierarchy.most_inclusive(images, texts).tolist() == expected
     assert len(set(expected)) > 1
 
 
-def small(source: object = None) -> Chains:
-    return Chains.of({0: [["x", "a", "b"]], 5: [["x", "c", "d"], ["y", "c", "e"]]}, source)
+def small(source: object = None) -> hierarchy.Chains:
+    return hierarchy.Chains.of({0: [["x", "a", "b"]], 5: [["x", "c", "d"], ["y", "c", "e"]]}, source)
 
 
 class Knowing:
@@ -130,34 +120,34 @@ def test_measures_by_hand() -> None:
     assert chains.texts == ["x", "a", "b", "c", "d", "y", "e"]
     chains.truth = torch.zeros(7, 2, dtype=torch.bool)
     chains.truth[[0, 3], 0] = chains.truth[6, 1] = True  # x, c; e
-    found = dict(measure(paths.flip(1), chains, "traversal_empty"))
+    found = dict(hierarchy.measure(paths.flip(1), chains, "traversal_empty"))
     values = {"precision": (2 / 3 + 2 / 4) / 2, "recall": 2 / 3, "hit": 1, "root_recall": 1, "root_hit": 1}
     values |= {"true_precision": (2 / 3 + 1 / 4) / 2, "true_recall": (2 / 3 + 1 / 3) / 2}
     assert found == pytest.approx({f"traversal_empty_{name}": value for name, value in values.items()})
-    found = dict(measure(torch.tensor([[3, 2], [6, 2]]), small(), "traversal_empty"))
+    found = dict(hierarchy.measure(torch.tensor([[3, 2], [6, 2]]), small(), "traversal_empty"))
     assert (found["traversal_empty_root_recall"], found["traversal_empty_root_hit"]) == (0, 0.5)
-    found = dict(measure(torch.tensor([[3, 4], [2, 2]]), small(), "hierarcaps"))
+    found = dict(hierarchy.measure(torch.tensor([[3, 4], [2, 2]]), small(), "hierarcaps"))
     assert found == {f"hierarcaps_{name}": 0 for name in ("precision", "recall", "hit")}
-    wrong = wrong_texts(small()).tolist()
+    wrong = hierarchy.wrong_texts(small()).tolist()
     assert wrong[0] == [5, 3, 4]  # x is the image's own too, so y of the third chain
     assert wrong[1] == [-1, 1, 2]  # the third chain is of the same image
-    assert wrong_texts(small(Knowing())).tolist() == [[-1, -1, -1], [-1, -1, 2], [-1, -1, 2]]
+    assert hierarchy.wrong_texts(small(Knowing())).tolist() == [[-1, -1, -1], [-1, -1, 2], [-1, -1, 2]]
 
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=6))
 def test_kendall_pair_by_pair_and_ties_count_nothing(values: list[int]) -> None:
     n = len(values)
     signs = [np.sign(values[j] - values[i]) for i in range(n) for j in range(i + 1, n)]
-    assert float(kendall(torch.tensor([values]))) == pytest.approx(sum(signs) / len(signs))
+    assert float(hierarchy.kendall(torch.tensor([values]))) == pytest.approx(sum(signs) / len(signs))
 
 
 def test_uncertainty_by_level_by_hand() -> None:
-    found = dict(uncertainty_by_level(torch.tensor([[4.0, 3.0, 1.0], [5.0, 2.0, 2.5]]), "text"))
+    found = dict(hierarchy.uncertainty_by_level(torch.tensor([[4.0, 3.0, 1.0], [5.0, 2.0, 2.5]]), "text"))
     assert [found[f"text_chain_uncertainty@{k}"] for k in range(3)] == [4.5, 2.5, 1.75]
     assert found["text_chain_uncertainty_order"] == pytest.approx((1 + 1 / 3) / 2)
     # ranks less their means: x . y / |x| |y|
     assert found["text_chain_uncertainty_spearman"] == pytest.approx(-14 / (4 * 17.5**0.5))
-    found = dict(uncertainty_by_level(torch.ones(2, 3), "text"))
+    found = dict(hierarchy.uncertainty_by_level(torch.ones(2, 3), "text"))
     assert "text_chain_uncertainty_spearman" not in found
     assert found["text_chain_uncertainty_order"] == 0
 
@@ -168,7 +158,7 @@ def test_inclusion_by_level_of_known_gaussians() -> None:
     features = {"vec": vec, "log_var": widths}
 
     def found(chains: list[list[int]], others: list[list[int]]) -> dict[str, float]:
-        return dict(inclusion_by_level(features, torch.tensor(chains), torch.tensor(others), "text"))
+        return dict(hierarchy.inclusion_by_level(features, torch.tensor(chains), torch.tensor(others), "text"))
 
     # narrow in wide, wide in narrow, equal
     assert found([[0, 1], [1, 0], [2, 2]], [[3, -1], [-1, -1], [3, -1]]) == {
@@ -224,14 +214,16 @@ def test_all_metrics_on_scenes_whatever_the_batch(matcher_of: Callable[[str], Ma
         expected += [f"{kind}_inclusion_h@{k}" for k in range(1, levels)]
     expected += ["text_inclusion_inc@2", "text_inclusion_inc@3"]  # level 0 is true of every image
     assert set(found) == {*expected, "image_inclusion_whole_h@0", "image_inclusion_whole_h@1", "skipped"}
-    chains = Chains.of({row: source.hierarchies(row) for row in range(23)}, source)
+    chains = hierarchy.Chains.of({row: source.hierarchies(row) for row in range(23)}, source)
     texts, root = model.encode_text(chains.texts), model.encode_text([""])["vec"]  # the root is the empty text
     radius = (texts["vec"] - root).norm(dim=1)
-    assert found["hierarcaps_order"] == pytest.approx(float(kendall(radius[chains.places]).mean()))
+    assert found["hierarcaps_order"] == pytest.approx(float(hierarchy.kendall(radius[chains.places]).mean()))
     images = model.encode_image([source.record(row).image for row in range(23)])
-    start, inclusive = model.score(images, texts).argmax(1), texts["vec"][most_inclusive(images, texts)]
+    start, inclusive = model.score(images, texts).argmax(1), texts["vec"][hierarchy.most_inclusive(images, texts)]
     for name, vec in {"empty": root, "inclusive": inclusive, "mean": F.normalize(root + inclusive)}.items():
-        for metric, value in measure(traversals(start, texts["vec"], vec), chains, f"traversal_{name}"):
+        for metric, value in hierarchy.measure(
+            hierarchy.traversals(start, texts["vec"], vec), chains, f"traversal_{name}"
+        ):
             assert found[metric] == pytest.approx(value), metric
     general = model.encode_text([source.hierarchies(row)[0][0] for row in range(23)])
     assert found["text_chain_uncertainty@0"] == pytest.approx(float(general["log_var"].exp().sum(1).mean()))
@@ -270,7 +262,7 @@ def test_chains_of_json_and_rows_that_have_none(matcher: Matcher, tmp_path: Path
 
     several = [["cat", "a cat"], ["dog", "x"]]
     data = tar("data", [[["dog", " a red dog "]], None, [["cat", ""]], [["dog", "a", "b"]], "dog", several])
-    assert read(open_source(data))[0] == {0: [["dog", "a red dog"]], 5: several}
+    assert hierarchy.read(open_source(data))[0] == {0: [["dog", "a red dog"]], 5: several}
     skipped: list[Skipped] = []
     found = evaluate(matcher, "hierarchy", data, skipped=skipped)
     assert ([one.key for one in skipped], found["skipped"]) == (["1", "2", "3", "4"], 4)

@@ -16,19 +16,8 @@ from kiloword.config.recipes import sizes
 from kiloword.data.open import open_source
 from kiloword.data.reading import eval_batches
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.evaluation import evaluate
+from kiloword.evaluation import evaluate, prompts
 from kiloword.evaluation.features import Seen
-from kiloword.evaluation.prompts import (
-    PromptOptions,
-    Prompts,
-    Way,
-    choose,
-    combined,
-    fit,
-    labelled,
-    log_density,
-    observations,
-)
 from kiloword.evaluation.zeroshot import encoded
 from kiloword.methods.registry import preset
 from kiloword.models.build import build
@@ -44,8 +33,8 @@ def matcher(method: str = "prolip") -> Matcher:
     return Matcher(build(made.shape(sizes()["debug"]), made, 0), tokenizer)
 
 
-def zeroshot(way: Way, method: str = "prolip", **options: Any) -> dict[str, float]:
-    given = PromptOptions(**options)
+def zeroshot(way: prompts.Way, method: str = "prolip", **options: Any) -> dict[str, float]:
+    given = prompts.PromptOptions(**options)
     return evaluate(matcher(method), "zeroshot", SCENES, prompts=way, prompt_options=given, templates=TEMPLATES)
 
 
@@ -61,11 +50,13 @@ def photos(labels: Tensor, d: int = 8) -> Seen:
 
 
 @pytest.mark.parametrize(("way", "kept"), [("topk", [2, 4]), ("filter", [0, 2, 4])])
-def test_filter_and_top_k_are_what_they_say(way: Way, kept: list[int]) -> None:
+def test_filter_and_top_k_are_what_they_say(way: prompts.Way, kept: list[int]) -> None:
     """Sums of variances 3, 1, 4, 2 of a class: half of them, and up to mean + deviation 3.6; 5 of the other class."""
     sums = torch.tensor([3.0, 5.0, 1.0, 4.0, 2.0])
     texts = {"vec": unit(5, 8), "log_var": (sums / 8).log()[:, None].repeat(1, 8)}
-    found = choose(way, matcher(), Prompts(texts, torch.tensor([0, 1, 0, 0, 0]), 2), None, PromptOptions())
+    found = prompts.choose(
+        way, matcher(), prompts.Prompts(texts, torch.tensor([0, 1, 0, 0, 0]), 2), None, prompts.PromptOptions()
+    )
     assert found.weights.tolist() == pytest.approx([1 if n == 1 else (n in kept) / len(kept) for n in range(5)])
     mean = torch.nn.functional.normalize(texts["vec"][kept].mean(0), dim=0)
     torch.testing.assert_close(found.classes["vec"], torch.stack([mean, texts["vec"][1]]))
@@ -73,15 +64,15 @@ def test_filter_and_top_k_are_what_they_say(way: Way, kept: list[int]) -> None:
 
 def test_labelled_images_are_of_their_class_and_drawn_by_row() -> None:
     labels = torch.arange(40) % 4
-    some = labelled(photos(labels), 4, PromptOptions(shots=3))
+    some = prompts.labelled(photos(labels), 4, prompts.PromptOptions(shots=3))
     assert some.shape == (4, 3)
     assert (labels[some] == torch.arange(4)[:, None]).all()
     assert len(set(some.flatten().tolist())) == 12
-    assert labelled(photos(labels), 4, PromptOptions(shots=3)).tolist() == some.tolist()
-    assert labelled(photos(labels), 4, PromptOptions(shots=3, seed=1)).tolist() != some.tolist()
-    assert labelled(photos(labels), 4, PromptOptions(shots=2)).tolist() == some[:, :2].tolist()
+    assert prompts.labelled(photos(labels), 4, prompts.PromptOptions(shots=3)).tolist() == some.tolist()
+    assert prompts.labelled(photos(labels), 4, prompts.PromptOptions(shots=3, seed=1)).tolist() != some.tolist()
+    assert prompts.labelled(photos(labels), 4, prompts.PromptOptions(shots=2)).tolist() == some[:, :2].tolist()
     with pytest.raises(ValueError, match="one class per image"):
-        labelled(photos(torch.eye(4)), 4, PromptOptions(shots=1))
+        prompts.labelled(photos(torch.eye(4)), 4, prompts.PromptOptions(shots=1))
 
 
 def test_wrong_prompts_lose_their_weight() -> None:
@@ -91,8 +82,8 @@ def test_wrong_prompts_lose_their_weight() -> None:
     seen.images["vec"] = torch.nn.functional.normalize(centre[labels] + 0.1 * unit(40, 8, seed=2), dim=1)
     about = torch.tensor([0, 0, 1, 1, 1, 1, 0, 0])
     vec = torch.nn.functional.normalize(centre[about] + 0.1 * unit(8, 8, seed=3), dim=1)
-    asked = Prompts({"vec": vec, "log_var": torch.full((8, 8), -6.0)}, torch.arange(8) // 4, 2)
-    found = choose("bprw", matcher(), asked, seen, PromptOptions(shots=5))
+    asked = prompts.Prompts({"vec": vec, "log_var": torch.full((8, 8), -6.0)}, torch.arange(8) // 4, 2)
+    found = prompts.choose("bprw", matcher(), asked, seen, prompts.PromptOptions(shots=5))
     own = found.weights.view(2, 4)
     assert (own[(about == asked.group).view(2, 4)].view(2, 2).sum(1) > 0.9).all()
     torch.testing.assert_close(own.sum(1), torch.ones(2, dtype=torch.float64))
@@ -100,7 +91,9 @@ def test_wrong_prompts_lose_their_weight() -> None:
     assert [row - 100 for row in rest.rows] == sorted({*range(40)} - {*found.taken.tolist()})
     assert (rest.images["vec"] @ found.classes["vec"].T).argmax(1).tolist() == rest.labels.tolist()
     unlabelled = replace(seen, labels=torch.full((40,), -1))  # without shots no label is looked at
-    blind = [choose("bprw", matcher(), asked, given, PromptOptions()).weights for given in (seen, unlabelled)]
+    blind = [
+        prompts.choose("bprw", matcher(), asked, given, prompts.PromptOptions()).weights for given in (seen, unlabelled)
+    ]
     assert torch.equal(*blind)
 
 
@@ -115,7 +108,9 @@ def test_a_class_is_the_weighted_sum_of_its_prompts(
     head = build(sizes()["debug"], preset("prolip", {"ensemble": share})).head.double()
     texts = {"vec": unit(5, 16).double(), "log_var": unit(5, 16, seed=1).double() - 3}
     group, given = torch.tensor([0, 1, 0, 0, 1]), None if weights is None else torch.tensor(weights).double()
-    found = combined(head, texts, group, 2, given, PromptOptions(variance=variance, renormalise=renormalise))
+    found = prompts.combined(
+        head, texts, group, 2, given, prompts.PromptOptions(variance=variance, renormalise=renormalise)
+    )
     for c in (0, 1):
         own = (group == c).nonzero()[:, 0]
         w = torch.full((len(own), 1), 1 / len(own)).double() if given is None else given[own, None]
@@ -130,10 +125,10 @@ def test_a_class_is_the_weighted_sum_of_its_prompts(
 
 def test_a_class_is_the_nearest_by_csd() -> None:
     """Section 4.2 literally: the mean is not normalised, and CSD takes its norm into account."""
-    options = PromptOptions(renormalise=False, variance="squares")
+    options = prompts.PromptOptions(renormalise=False, variance="squares")
     one, source = matcher(), open_source(SCENES, 32)
     asked = encoded(one, source.classnames, TEMPLATES)  # type: ignore[attr-defined]
-    classes = choose("ensemble", one, asked, None, options).classes
+    classes = prompts.choose("ensemble", one, asked, None, options).classes
     scores, labels = [], list[int]()
     for batch in eval_batches(source, 32):
         seen = one.encode_image(batch.images)
@@ -150,7 +145,7 @@ def test_a_class_is_the_nearest_by_csd() -> None:
 
 
 @pytest.mark.parametrize("way", ["topk", "bprw"])
-def test_weights_are_reported_and_drawn_by_the_seed(way: Way) -> None:
+def test_weights_are_reported_and_drawn_by_the_seed(way: prompts.Way) -> None:
     found, plain = zeroshot(way), zeroshot("ensemble")
     weights = [
         [found[f"weight@{c}.{n}@{t.replace('{c}', name)}"] for n, t in enumerate(TEMPLATES)]
@@ -205,10 +200,10 @@ def mixture(seed: int, n: int = 4, j: int = 7, d: int = 5) -> tuple[Tensor, Tens
 def test_equals_the_printed_algorithm(alpha: float, eps: float) -> None:
     seen, mean, log_var = mixture(int(10 * alpha))
     for steps in (0, 4):
-        found = fit(seen, mean, log_var, alpha, eps, steps)
+        found = prompts.fit(seen, mean, log_var, alpha, eps, steps)
         expected = literal(seen, mean, log_var.exp(), alpha, eps, steps)
         torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), atol=1e-10, rtol=0)
-    settled, still = (fit(seen, mean, log_var, alpha, eps, steps) for steps in (1000, 2000))
+    settled, still = (prompts.fit(seen, mean, log_var, alpha, eps, steps) for steps in (1000, 2000))
     torch.testing.assert_close(settled, still, atol=1e-4, rtol=0)
 
 
@@ -218,31 +213,33 @@ def test_log_density_is_that_of_normals() -> None:
     for shift, narrow in ((0.0, 0.0), (100.0, 0.0), (0.0, 12.0)):
         var = (log_var - narrow).exp()
         expected = torch.distributions.Normal(mean + shift, var.sqrt()).log_prob(seen[:, None] + shift).sum(-1)
-        torch.testing.assert_close(log_density(seen + shift, mean + shift, var), expected, rtol=1e-11, atol=1e-9)
+        torch.testing.assert_close(
+            prompts.log_density(seen + shift, mean + shift, var), expected, rtol=1e-11, atol=1e-9
+        )
 
 
 @pytest.mark.parametrize(("shots", "samples"), [(0, 10), (5, 20), (9, 11)])
 def test_draws_are_keyed_and_of_the_right_width(shots: int, samples: int) -> None:
     """Appendix C.5: 10 draws of an image without shots, 100 / K with K."""
-    images, options = photos(torch.zeros(5), 4000), PromptOptions(shots=shots)
+    images, options = photos(torch.zeros(5), 4000), prompts.PromptOptions(shots=shots)
     images.images["log_var"] = torch.linspace(-6, -2, 5)[:, None].expand(5, 4000).clone()
-    seen = observations(images, torch.tensor([3, 1]), options)
+    seen = prompts.observations(images, torch.tensor([3, 1]), options)
     assert len(seen) == 2 * samples
     spread = (seen.view(2, samples, -1) - images.images["vec"][[3, 1]][:, None]).var((1, 2))
     torch.testing.assert_close(spread.float(), torch.tensor([-3.0, -5.0]).exp(), atol=0, rtol=0.05)
-    torch.testing.assert_close(observations(images, torch.tensor([1]), options), seen[samples:], rtol=0, atol=0)
-    assert not torch.equal(observations(images, torch.tensor([1]), replace(options, seed=1)), seen[samples:])
+    torch.testing.assert_close(prompts.observations(images, torch.tensor([1]), options), seen[samples:], rtol=0, atol=0)
+    assert not torch.equal(prompts.observations(images, torch.tensor([1]), replace(options, seed=1)), seen[samples:])
 
 
 @pytest.mark.parametrize(
-    ("method", "prompts", "options", "word"),
+    ("method", "way", "options", "word"),
     [
         ("prolip", "bprw", {"shots": 48}, "48 images"),
         ("siglip", "ensemble", {"variance": "squares"}, "variances"),
         *(("siglip", way, {}, "variances") for way in ("filter", "topk", "bprw")),
     ],
 )
-def test_refusals(method: str, prompts: Way, options: dict[str, Any], word: str) -> None:
+def test_refusals(method: str, way: prompts.Way, options: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
-        zeroshot(prompts, method, **options)
+        zeroshot(way, method, **options)
     assert "acc1" in zeroshot("ensemble", method)

@@ -13,23 +13,7 @@ from matplotlib.axes import Axes
 from PIL import Image, ImageColor
 
 import pages
-from kiloword.report import (
-    Beside,
-    Block,
-    Gallery,
-    Matrix,
-    Page,
-    Plot,
-    Table,
-    Text,
-    Tile,
-    html,
-    image_data,
-    made_by,
-    say_blocks,
-    thumbnail,
-    write_page,
-)
+from kiloword import report
 from kiloword.report.pictures import overlay
 
 pytestmark = pytest.mark.plots
@@ -47,27 +31,33 @@ def names(axes: Axes) -> None:
     axes.barh([HOSTILE, "b"], [3, 4], color="C1")
 
 
-def blocks(word: str = HOSTILE) -> list[Block]:
+def blocks(word: str = HOSTILE) -> list[report.Block]:
     return [
-        Text(word),
-        Text(word, "heading"),
-        Text(word, "code"),
-        Table(
+        report.Text(word),
+        report.Text(word, "heading"),
+        report.Text(word, "code"),
+        report.Table(
             [[word, 0.123456, 12, None, word], ["b", 0.5, 7, 1, "x"]], [word, "acc_1", "n", "m", "w"], word, best=[1]
         ),
-        Plot(curves, word),
-        Beside([Plot(names, "bars"), Table([], ["nothing"])]),
-        Matrix(np.array([[3, 1], [0, 4]]), [word, "b"], [word, "b"], word),
-        Gallery([Tile(SMALL, [word, "0.31"], True), Tile(LARGE, ["0.2"], False), Tile(LARGE)], word),
+        report.Plot(curves, word),
+        report.Beside([report.Plot(names, "bars"), report.Table([], ["nothing"])]),
+        report.Matrix(np.array([[3, 1], [0, 4]]), [word, "b"], [word, "b"], word),
+        report.Gallery(
+            [report.Tile(SMALL, [word, "0.31"], True), report.Tile(LARGE, ["0.2"], False), report.Tile(LARGE)], word
+        ),
     ]
 
 
 def shown(word: str = HOSTILE) -> str:
-    return html(
-        Page(
+    return report.html(
+        report.Page(
             word,
             f"{word}\n\nsecond",
-            {word: blocks(word), "empty": [Table([], ["a"]), Beside([])], "b": [Text("b"), Table([], ["a"])]},
+            {
+                word: blocks(word),
+                "empty": [report.Table([], ["a"]), report.Beside([])],
+                "b": [report.Text("b"), report.Table([], ["a"])],
+            },
             {word: word},
         )
     )
@@ -101,8 +91,8 @@ def test_text_is_escaped_and_the_page_asks_for_nothing() -> None:
 
 
 def test_same_blocks_are_the_same_bytes_and_colours_follow_the_page(tmp_path: Path) -> None:
-    write_page(tmp_path / "a.html", Page("title", "", {"a": blocks()}))
-    write_page(tmp_path / "b.html", Page("title", "", {"a": blocks()}))
+    report.write_page(tmp_path / "a.html", report.Page("title", "", {"a": blocks()}))
+    report.write_page(tmp_path / "b.html", report.Page("title", "", {"a": blocks()}))
     page = (tmp_path / "a.html").read_bytes()
     assert page == (tmp_path / "b.html").read_bytes()
     plots = re.findall("<svg.*?</svg>", page.decode(), re.DOTALL)
@@ -114,15 +104,15 @@ def test_same_blocks_are_the_same_bytes_and_colours_follow_the_page(tmp_path: Pa
 
 
 def test_pages_say_how_they_were_made() -> None:
-    page = html(Page("a", "", {}, made_by(["m"], "shards")))
+    page = report.html(report.Page("a", "", {}, report.made_by(["m"], "shards")))
     assert "<dt>Model</dt><dd>m</dd>" in page
     assert "<dt>Data</dt><dd>shards</dd>" in page
-    assert made_by(["m", "n"])["Models"] == "m, n"
+    assert report.made_by(["m", "n"])["Models"] == "m, n"
     assert "<dt>Command</dt>" not in page  # called from Python
 
 
 def test_the_terminal_shows_text_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    say_blocks(blocks())
+    report.say_blocks(blocks())
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert "\u202e" not in out
@@ -133,8 +123,8 @@ def test_the_terminal_shows_text_and_tables(capsys: pytest.CaptureFixture[str]) 
 
 def test_rows_that_do_not_fit_are_refused_and_counts_are_coloured_by_their_share() -> None:
     with pytest.raises(ValueError, match="zip"):
-        html(Page("a", "", {"a": [Table([["a"]], ["a", "b"])]}))
-    page = html(Page("a", "", {"a": [Matrix(np.array([[1, 3], [0, 0]]), ["a", "b"], ["b", "a"])]}))
+        report.html(report.Page("a", "", {"a": [report.Table([["a"]], ["a", "b"])]}))
+    page = report.html(report.Page("a", "", {"a": [report.Matrix(np.array([[1, 3], [0, 0]]), ["a", "b"], ["b", "a"])]}))
     cells = re.findall(r'<td style="--a:([\d.]+)">([\d.]+)</td>', page)
     assert cells == [("0.25", "1"), ("0.75", "3"), ("0.0", "0"), ("0.0", "0")]
 
@@ -152,7 +142,7 @@ def contrast(one: tuple[float, ...], two: tuple[float, ...]) -> float:
 
 @pytest.mark.parametrize("scheme", [0, 1])
 def test_colours_can_be_read(scheme: int) -> None:
-    sheet = html(Page("a", "", {}))
+    sheet = report.html(report.Page("a", "", {}))
     palettes = re.findall(r":root {(.*?)}", sheet, re.DOTALL)
     colours = {name: ImageColor.getrgb(c) for name, c in re.findall(r"--(\w+): (#\w{6})", palettes[scheme])}
     for name in ["ink", "muted", "match", *(f"s{i}" for i in range(6))]:
@@ -177,12 +167,12 @@ def test_glow_is_a_share_between_the_mean_and_the_largest_value() -> None:
 
 
 def test_thumbnails_and_addresses_hold_the_image() -> None:
-    assert thumbnail(LARGE, 100).shape == (67, 100, 3)
-    assert thumbnail(SMALL, 100).shape == (8, 8, 3)
-    assert thumbnail(Image.new("L", (4, 2), 7)).tolist() == np.full((2, 4, 3), 7).tolist()
+    assert report.thumbnail(LARGE, 100).shape == (67, 100, 3)
+    assert report.thumbnail(SMALL, 100).shape == (8, 8, 3)
+    assert report.thumbnail(Image.new("L", (4, 2), 7)).tolist() == np.full((2, 4, 3), 7).tolist()
     noise = np.random.default_rng(0).integers(0, 255, (120, 120, 3), np.uint8)
     for pixels, kind in ((SMALL, "png"), (noise, "jpeg")):
-        address = image_data(pixels)
+        address = report.image_data(pixels)
         assert address.startswith(f"data:image/{kind};base64,")
         back = np.asarray(Image.open(io.BytesIO(base64.b64decode(address.split(",")[1]))))
         assert back.shape == pixels.shape
