@@ -1,8 +1,7 @@
-"""Labelled images in every form in which class data lies on disk, and photos with a tree of their classes."""
+"""Labelled images as class folders and as tars, and photos with a tree of their classes."""
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 from collections.abc import Callable
@@ -10,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from PIL import Image
 
 from kiloword.data.open import open_source
@@ -49,49 +46,6 @@ def class_folders(root: Path, images: list[tuple[bytes, int]], names: list[str])
     return str(root / "folders")
 
 
-def csv_of_names(root: Path, images: list[tuple[bytes, int]], names: list[str]) -> str:
-    """Names as labels, and the same image files as the class folders."""
-    class_folders(root, images, names)
-    with (root / "names.csv").open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(["image", "kind"])
-        for row, (_, label) in enumerate(images):
-            name = names[label].replace(" ", "_")
-            table.writerow([f"folders/{name}/{row:04}.png", name])
-    return f"{root / 'names.csv'}?label=kind"
-
-
-def tsv_of_indices(root: Path, images: list[tuple[bytes, int]], names: list[str]) -> str:
-    (root / "tsv").mkdir(parents=True)
-    (root / "tsv" / "classnames.txt").write_text("\n".join(names))
-    lines = ["filepath\tlabel"]
-    for row, (image, label) in enumerate(images):
-        (root / "tsv" / f"{row}.png").write_bytes(image)
-        lines.append(f"{row}.png\t{label}")
-    (root / "tsv" / "labels.tsv").write_text("\n".join(lines))
-    return str(root / "tsv" / "labels.tsv")
-
-
-def parquet(root: Path, images: list[tuple[bytes, int]], names: list[str]) -> str:
-    """Bytes of images, names as labels."""
-    root.mkdir(parents=True, exist_ok=True)
-    labels = [names[label] for _, label in images]
-    pq.write_table(pa.table({"image": [image for image, _ in images], "class": labels}), root / "own.parquet")
-    return str(root / "own.parquet")
-
-
-def hugging_face(root: Path, images: list[tuple[bytes, int]], names: list[str]) -> str:
-    """As the library datasets writes it: images as structs, a `ClassLabel` in the metadata of the schema."""
-    root.mkdir(parents=True, exist_ok=True)
-    features = {"img": {"_type": "Image"}, "fine_label": {"names": names, "_type": "ClassLabel"}}
-    table = pa.table(
-        {"img": [{"bytes": image, "path": None} for image, _ in images], "fine_label": [label for _, label in images]}
-    )
-    metadata = {b"huggingface": json.dumps({"info": {"features": features}}).encode()}
-    pq.write_table(table.replace_schema_metadata(metadata), root / "hf.parquet")
-    return str(root / "hf.parquet")
-
-
 def tar(root: Path, images: list[tuple[bytes, int]], names: list[str]) -> str:
     members: list[tuple[str, bytes]] = []
     for row, (image, label) in enumerate(images):
@@ -102,7 +56,7 @@ def tar(root: Path, images: list[tuple[bytes, int]], names: list[str]) -> str:
 
 
 FORMS: dict[str, Callable[[Path, list[tuple[bytes, int]], list[str]], str]] = {
-    form.__name__: form for form in (class_folders, csv_of_names, tsv_of_indices, parquet, hugging_face, tar)
+    form.__name__: form for form in (class_folders, tar)
 }
 
 
