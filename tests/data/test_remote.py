@@ -228,7 +228,10 @@ def test_damaged_tars_and_class_data(tmp_path: Path) -> None:
     members = {"a.png": photo(1), "a.cls": b"1", **pairs(4), "c.mp3": b"", "b.png": b"cut here" * 500}
     tar = write_tar(tmp_path / "data/00.tar", members)
     tar.write_bytes(tar.read_bytes().partition(b"cut here")[0])
-    words = {"set/classnames.txt": b"cat\ndog\n", "set/test/zeroshot_classification_templates.txt": b"a {c}"}
+    words = {
+        "set/classnames.txt": b"\xef\xbb\xbfcat\r\ndog\r\n\n",
+        "set/test/zeroshot_classification_templates.txt": b"a {c}",
+    }
     with Server(
         {"set/test/00.tar": tar.read_bytes(), **words, "empty.tar": bytes(1024), "no.tar": b"PK" * 5000}
     ) as server:
