@@ -15,9 +15,6 @@ import pytest
 
 from class_data import ANIMAL, CAR, CAT, DOG, NODES, THING, TREE, write_photos
 from commands import refused, run
-from folders import model_folder
-from kiloword import evaluation
-from kiloword.api import load
 from kiloword.data.classes.names import (
     classname_sets,
     classnames,
@@ -154,12 +151,6 @@ def test_truth_is_that_of_the_tree(photos: Path) -> None:
     assert truth.tolist() == [[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 1]]
     with pytest.raises(ValueError, match=r"'this is a doc' names no node of the tree\. Did you mean"):
         source.relevance(["this is a doc"], [0])
-
-
-def test_models_are_judged_by_the_truth(photos: Path, tmp_path: Path) -> None:
-    src, model = f"tree:{photos}?captions=2", load(model_folder(tmp_path / "model", "siglip+exact+many"))
-    assert 0 < evaluation.evaluate(model, "retrieval", src)["image_retrieval_true_map"] < 1
-    assert "precision" in " ".join(evaluation.evaluate(model, "hierarchy", src))
 
 
 def test_a_part_has_the_classes_of_its_rows(tmp_path: Path) -> None:

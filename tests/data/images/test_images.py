@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import struct
 import warnings
 import zlib
@@ -18,7 +17,7 @@ from PIL import Image
 
 from kiloword.config.recipes import AugmentConfig
 from kiloword.data.images.augmentation import EvalTransform, TrainTransform, random_box
-from kiloword.data.images.decode import MAX_PIXELS, Decoder, decode, image_size
+from kiloword.data.images.decode import Decoder, decode, image_size
 from kiloword.model.trunks.libraries import torchvision_ready
 from kiloword.randomness import Draw
 from kiloword.types import BadSample
@@ -49,12 +48,6 @@ def png(rows: np.ndarray, depth: int, colour: int, first: bytes = b"", last: byt
     pixels = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
     parts = chunk(b"IHDR", header) + first + chunk(b"IDAT", pixels) + last + chunk(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + parts
-
-
-def claimed(width: int, height: int) -> bytes:
-    """A PNG of a few bytes that says it is large."""
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
 
 
 def saved(image: Image.Image, kind: str, **options: object) -> bytes:
@@ -111,21 +104,17 @@ def kinds() -> dict[str, tuple[bytes, Expected, int]]:
     profile = b"".join(segment(0xE2, b"ICC_PROFILE\0" + bytes([n, 255]) + bytes(1000)) for n in range(1, 256))
     return {
         "JPEG": (jpeg, pixels, 4),
-        "JPEG, progressive": (saved(rgb, "JPEG", quality=100, subsampling=0, progressive=True), pixels, 4),
         "JPEG, lossless (SOF3)": (jpeg.replace(b"\xff\xc0", b"\xff\xc3", 1), "cannot be decoded", 0),
         "JPEG, RGB inside": (saved(rgb, "JPEG", quality=100, keep_rgb=True, subsampling=0), pixels, 4),
         "JPEG, grey": (saved(rgb.convert("L"), "JPEG", quality=100), flat, 4),
         "JPEG, CMYK (Adobe, inverted)": (saved(rgb.convert("CMYK"), "JPEG", quality=100), pixels, 6),
-        "JPEG, garbage behind": (jpeg + b"x" * 5000, pixels, 4),
         "JPEG, a film behind": (jpeg + film * 20, pixels, 4),
         "JPEG, thumbnails": (jpeg[:20] + segment(0xE1, film) * 4 + jpeg[20:], pixels, 4),
         "JPEG, colour profile": (jpeg[:20] + profile + jpeg[20:], pixels, 4),
         "JPEG, cut": (jpeg[: len(jpeg) // 2], "truncated", 0),
         "JPEG, 101 scans": (scans(101, rgb), "more than 100 scans", 0),
         "MPO (two JPEGs)": (saved(rgb, "MPO", quality=100, subsampling=0, **anim), pixels, 4),
-        "PNG": (saved(rgb, "PNG"), pixels, 0),
         "PNG, gamma": (png(bytes_of(pixels), 8, 2, chunk(b"gAMA", struct.pack(">I", 100000))), pixels, 0),
-        "PNG, grey": (saved(rgb.convert("L"), "PNG"), flat, 0),
         "PNG, grey and alpha": (
             png(bytes_of(np.dstack([grey, alpha[..., 3]])), 8, 4), over_white(np.dstack([flat, alpha[..., 3]])), 1),
         "PNG, 1 bit": (saved(rgb.convert("1"), "PNG"), black, 0),
@@ -139,16 +128,12 @@ def kinds() -> dict[str, tuple[bytes, Expected, int]]:
         "PNG, orientation behind the pixels": (
             png(bytes_of(pixels), 8, 2, last=chunk(b"eXIf", orientation(6)[6:])), np.rot90(pixels, -1), 0),
         "PNG, animated": (saved(rgb, "PNG", **anim), pixels, 0),
-        "PNG, cut": (saved(rgb, "PNG")[:2000], "truncated", 0),
         "WebP, alpha": (saved(Image.fromarray(alpha), "WEBP", lossless=True, exact=True), over_white(alpha), 1),
         "WebP, animated": (saved(rgb, "WEBP", lossless=True, **anim), pixels, 0),
         "GIF, animated": (saved(palette, "GIF", **anim), coloured, 0),
         "TIFF, 16-bit grey": (saved(Image.fromarray(grey16), "TIFF"), scaled, 0),
         "TIFF, floating point": (saved(rgb.convert("F"), "TIFF"), "floating-point images are not supported", 0),
         "EPS (starts other programs)": (b"%!PS-Adobe-3.0 EPSF-3.0\n", unknown, 0),
-        "text": (b"hello", unknown, 0),
-        "50,000 x 50,000": (claimed(50_000, 50_000), f"more than {MAX_PIXELS:,} pixels", 0),
-        "no bytes": (b"", "zero bytes", 0),
     }  # fmt: skip
 
 
@@ -241,17 +226,6 @@ def test_evaluation_equals_pillow(width: int, height: int, size: int) -> None:
     assert np.array_equal(EvalTransform(size, "squash")(pixels).permute(1, 2, 0), squashed)
 
 
-@pytest.mark.parametrize("decoder", ["pillow", "simplejpeg"])
-def test_without_settings_training_sees_what_evaluation_sees(decoder: Decoder) -> None:
-    pytest.importorskip({"pillow": "PIL"}.get(decoder, decoder))
-    for height, width in ((40, 56), (57, 31), (32, 32)):
-        raw = encode(noise(height, width))
-        for resize in ("shortest", "squash"):
-            train = TrainTransform(32, resize=resize, decoder=decoder)(raw, Draw(0, 0, 0))
-            evaluated = EvalTransform(32, resize)(raw)
-            assert far(train.numpy(), evaluated.numpy()) <= 6  # the centre is placed by half pixels
-
-
 def test_crop_equals_pillow_to_one_level() -> None:
     augment = AugmentConfig(crop=0.3)
     for row in range(20):
@@ -261,27 +235,6 @@ def test_crop_equals_pillow_to_one_level() -> None:
         expected = Image.fromarray(pixels).crop(box).resize((32, 32), Image.Resampling.BICUBIC)
         found = TrainTransform(32, augment)(pixels, draw).permute(1, 2, 0).numpy()
         assert far(found, np.asarray(expected)) <= 1
-
-
-@given(width=st.integers(1, 2000), height=st.integers(1, 2000), row=st.integers(0, 1000), crop=st.floats(0.05, 1))
-def test_boxes_lie_inside_and_keep_their_ratio(width: int, height: int, row: int, crop: float) -> None:
-    left, top, wide, high = random_box(width, height, AugmentConfig(crop=crop, ratio=4 / 3), Draw(0, 0, row))
-    assert min(left, top) >= 0
-    assert max(left + wide, top + high) <= 1 + 1e-9
-    assert wide * width >= 1 - 1e-9 or height * 4 / 3 < 1
-    if min(width, height) > 100:
-        assert 0.74 < wide * width / (high * height) < 1.35
-
-
-def test_crop_areas_are_uniform() -> None:
-    augment = AugmentConfig(crop=0.2)
-    boxes = [random_box(1000, 1000, augment, Draw(0, 0, row)) for row in range(2000)]
-    areas = np.array([wide * high for *_, wide, high in boxes if wide * high <= 0.75])  # all ratios fit up to 3/4
-    assert abs(areas.mean() - 0.475) < 0.015
-    assert areas.min() >= 0.199
-    ratios = np.log([wide / high for *_, wide, high in boxes if wide * high <= 0.75])
-    assert abs(ratios.mean()) < 0.02
-    assert ratios.std() == pytest.approx(2 * math.log(4 / 3) / math.sqrt(12), abs=0.01)
 
 
 def test_each_setting_does_what_it_says() -> None:
