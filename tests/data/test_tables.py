@@ -1,4 +1,4 @@
-"""csv, tsv and parquet: columns, options, cells, questions, labels, and what is said of rows that cannot be used."""
+"""csv, tsv and parquet: columns, options, cells, questions, labels, what is found, what is said of unusable rows."""
 
 from __future__ import annotations
 
@@ -346,3 +346,68 @@ def test_tables_of_several_folders(tmp_path: Path) -> None:
     source = open_source(f"{tmp_path}/{{0..1}}/x.csv")
     assert [source.record(row).image for row in (0, 2)] == [photo(0), photo(1)]
     assert told(source)[3] == GONE
+
+
+# Columns, separators and folders of images that are found without being named
+
+
+def lines(*cells: str, mark: str = ",") -> str:
+    return "\n".join(cell.replace("|", mark) for cell in cells) + "\n"
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        lines("image|caption", "0.png|a dog", "1.png|a cat", "2.png|a cow"),
+        lines("Datei|Text|Jahr", "0.png|a dog|2020", "1.png|a cat|2020", "2.png|a cow|2020", mark=";"),
+        lines("url|name|words", *(f"http://x/{n}.png|{n}.png|a {one}" for n, one in enumerate(("dog", "cat", "cow")))),
+        lines("file|species|words", *(f"{n}.png|dog|a {one}" for n, one in enumerate(("dog", "cat", "cow")))),
+    ],
+)
+@pytest.mark.parametrize("name", ["captions.txt", "table.csv"])
+def test_a_table_beside_a_folder_of_images_needs_no_parameters(folder: Path, table: str, name: str) -> None:
+    (folder / name).write_text(table)
+    for src in (folder / name, folder):  # the table, and the folder that holds no other one
+        found = records(open_source(str(src)))
+        assert [(one.key, one.captions) for one in found] == [("0", ["a dog"]), ("1", ["a cat"]), ("2", ["a cow"])]
+
+
+def test_images_and_their_table_in_one_folder(folder: Path) -> None:
+    (folder / "p" / "words.csv").write_text(lines("image|caption", "0.png|a dog", "1.png|a cat"))
+    source: Any = open_source(str(folder / "p"))
+    assert told(source) == [["a dog"], ["a cat"]]
+    assert "2.png" in " ".join(source.notes)  # the image that the table does not name
+
+
+def test_an_empty_caption_beside_others_is_counted(folder: Path) -> None:
+    (folder / "t.csv").write_text(lines("image|caption", "0.png|a dog", "0.png|", "1.png|a cat", "2.png|"))
+    source: Any = open_source(str(folder / "t.csv"))
+    assert source.record(0).captions == ["a dog"]
+    # 2.png has no caption at all: a bad sample
+    assert [note for note in source.notes if "empty caption, but the image has others: 0" in note]
+
+
+@pytest.mark.parametrize(
+    ("cells", "named"),
+    [
+        (lines("file|plain|about", *(f"{n}.png|a dog {n}|a pet {n}" for n in range(3))), ["image=file", "plain,about"]),
+        (lines("file|twin|about", *(f"{n}.png|{n}.png|a pet {n}" for n in range(3))), ["caption=about"]),
+        (lines("file|kind", *(f"{n}.png|dog" for n in range(3))), ["image=file"]),
+    ],
+)
+def test_what_is_not_sure_is_refused_with_the_parameters(folder: Path, cells: str, named: list[str]) -> None:
+    (folder / "table.csv").write_text(cells)
+    with pytest.raises(ValueError) as error:
+        open_source(str(folder / "table.csv"))
+    assert all(one in str(error.value) for one in named)
+
+
+def test_two_tables_or_texts_beside_images_leave_the_choice_to_the_user(folder: Path) -> None:
+    table = lines("image|caption", "0.png|a dog")
+    for name in ("a.csv", "b.csv"):
+        (folder / name).write_text(table)
+    with pytest.raises(ValueError, match=r"a\.csv, b\.csv"):
+        open_source(str(folder))
+    (folder / "p" / "a.csv").write_text(table)
+    (folder / "p" / "0.txt").write_text("a wolf")
+    assert open_source(str(folder / "p")).record(0).captions == ["a wolf"]
