@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from torch import Tensor
 
 from kiloword.config.recipes import OptimConfig
 from kiloword.methods.registry import preset
@@ -14,8 +11,8 @@ from kiloword.model.text import LEARNED
 from kiloword.model.trunks.trunk import trunks
 from kiloword.training.optimizer import Optimizer
 from kiloword.training.step import backward
-from kiloword.verify.batch import TRUNK, MethodChoice, Trunks, batch, config
-from kiloword.verify.suite import inputs, learner, verify
+from kiloword.verify.batch import MethodChoice, Trunks, batch, config
+from kiloword.verify.suite import learner, verify
 
 TOKENS = MethodChoice("sycoca", {"mim_target": "tokens"})
 EVERY = [(method, "cached") for method in ("clip", "siglip", "llip", "prolip", "fff", "coca", TOKENS)]
@@ -54,25 +51,6 @@ def test_a_trunk_runs_once_a_step_and_never_trains_its_statistics() -> None:
     assert all(torch.equal(before[n], x) for n, x in trunk.named_buffers())
 
 
-def test_a_frozen_trunk_keeps_no_activations() -> None:
-    """Bytes that wait for the backward pass: those of the top alone, the same as on cached tokens."""
-    saved: dict[str, int] = {}
-    for way in ("tuned", "frozen", "cached"):
-        model = learner("siglip", trunks=way)
-        data, own = inputs(model, batch(trunks=way), way), {id(p) for p in model.parameters()}
-        seen: dict[int, int] = {}
-
-        def pack(x: Tensor, seen: dict[int, int] = seen, own: set[int] = own) -> Tensor:
-            if id(x) not in own:
-                seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            model(data, model.counts([data]))
-        saved[way] = sum(seen.values())
-    assert saved["frozen"] == saved["cached"] < saved["tuned"] / 5
-
-
 @pytest.mark.parametrize(
     ("method", "of", "word"),
     [
@@ -84,11 +62,3 @@ def test_a_frozen_trunk_keeps_no_activations() -> None:
 def test_what_a_trunk_cannot_do_is_refused(method: str, of: str, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         preset(method).shape(config("frozen", of))
-
-
-def test_tokens_without_a_trunk_are_refused() -> None:
-    model = learner("clip")
-    data = replace(batch(), images=torch.zeros(16, 4, TRUNK.width))
-    with pytest.raises(ValueError, match="tokens of a trunk, but the image tower has none"):
-        model.encode(data)
-    assert model.above_trunks(data) is data
