@@ -107,12 +107,14 @@ def test_what_does_not_fit_together(method: str, settings: dict[str, Any], word:
 
 ATTENTIONAL = {"head__image_pool": "attentional"}
 TRUNK = TrunkConfig(name="lite", width=8, grid=2)
+RESNETS_LACK = ("llip", "prolip", "sycoca")
 BUILT: list[tuple[str, dict[str, Any], ModelConfig, str]] = [
     ("siglip+matryoshka", {"matryoshka": {"smallest": 5000}}, size(), "5000"),
     ("llip", {"heads": 3}, size(), "heads 3"),
     ("flair", {"heads": 3}, size(), "heads 3"),
     ("clip+self-distill", {}, size(image__trunk=TRUNK), "trunk"),
     ("clip+self-distill", {}, size(image__tower="resnet"), "transformer"),
+    *((name, {}, size(image__tower="resnet", head__image_pool="mean"), "transformer") for name in RESNETS_LACK),
     ("siglip+concepts", {}, size(**ATTENTIONAL), "image-pool attentional"),
     ("pcme++", {"variance_blocks": 3}, size(), "3 blocks"),
     ("prolip+caption", {}, size(), "settings.bidirectional False"),

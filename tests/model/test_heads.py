@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -92,17 +91,6 @@ def test_text_pools(kind: Literal["last", "mean", "max"], extra: tuple[str, ...]
     assert torch.allclose(gradients[0], gradients[1], rtol=0, atol=1e-12)
 
 
-def test_features_are_unit_vectors_and_scores_their_cosines() -> None:
-    h = head(start=5.0, bias=-3.0)
-    texts = Texts.pack([[0] * n for n in (2, 4, 3)])
-    images, words = h.image(drawn(2, 5, 32)), h.text(drawn(9, 32, seed=1), texts)
-    for f in (images, words):
-        assert torch.allclose(f["vec"].norm(dim=1), torch.ones(len(f["vec"]), dtype=torch.float64))
-    score = h.score(images, words)
-    assert torch.allclose(score, images["vec"] @ words["vec"].T)
-    assert torch.allclose(h.logits(score), 5 * score - 3)
-
-
 def test_ensemble_is_the_normalised_mean() -> None:
     h = head()
     vec = torch.nn.functional.normalize(drawn(5, 16), dim=1)
@@ -149,19 +137,3 @@ def test_a_larger_loaded_scale_is_its_own_limit_also_after_a_resume() -> None:
     resumed.clamp_()
     assert resumed.log_scale.exp().item() == pytest.approx(112.3)
     head().load_state_dict(h.state_dict())  # which has no limit
-
-
-@pytest.mark.parametrize(
-    ("use", "word"),
-    [
-        (lambda: head(start=0.0), "is 0:"),
-        (lambda: head(limit=-5.0), "is -5:"),
-        (lambda: head(bias=math.nan), "nan"),
-        (lambda: ImagePool(replace(DEBUG.image, class_token=False), HeadConfig(image_pool="cls")), "class_token"),
-        (lambda: Single(replace(DEBUG, head=HeadConfig(dim=16, image_projection=False))), "width 32"),
-        (lambda: head().pooling.explain({}, {}), "explain"),
-    ],
-)
-def test_refused(use: Callable[[], object], word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        use()

@@ -33,7 +33,6 @@ from kiloword.model.trunks.libraries import torchvision_ready
 from kiloword.models.build import build
 from kiloword.training.engine import recompute
 from kiloword.training.loop import RunOptions, train
-from kiloword.training.step import learner_of
 from kiloword.types import Texts
 from kiloword.verify import suite
 from runs import whole_and_cut
@@ -173,19 +172,6 @@ def test_micro_batches_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="batch norm"):
         Planner(Plan(), replace(recipe(), micro=4))
-
-
-@pytest.mark.parametrize("change", [{"depth": 5}, {"patch": 16}, {"width": 96}, {"size": 100}])
-def test_shapes_that_no_resnet_has(change: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="ResNet"):
-        ResNet(replace(SMALL, **change))
-
-
-@pytest.mark.parametrize("method", ["llip", "prolip", "sycoca"])
-def test_methods_that_need_a_transformer(method: str) -> None:
-    config = replace(small(), head=replace(small().head, image_pool="mean"))
-    with pytest.raises(ValueError, match="transformer"):
-        learner_of(config, preset(method))
 
 
 def test_a_skipped_step_leaves_the_statistics() -> None:
