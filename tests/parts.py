@@ -69,11 +69,6 @@ def gradients(made: Learner, some: Batch, parts: int = 1) -> dict[str, Tensor]:
     return found | {f"loss:{name}": value for name, value in report.items()}
 
 
-def after_step(made: Learner, steps: int) -> None:
-    """What teachers, centres and counts do after a number of steps; 0: before the first."""
-    made.after_step(steps)
-
-
 def cosine(scale: float = 1.0, bias: float | None = None) -> Any:
     """A head of cosines of features that are made elsewhere, in double precision."""
     made = Head(Pooling(), scale=Scale(scale, bias)).double()

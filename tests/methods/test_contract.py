@@ -24,7 +24,6 @@ from kiloword.training.step import backward
 from kiloword.types import Input, TextGroup
 from kiloword.verify import suite
 from kiloword.verify.batch import batch, config
-from kiloword.verify.suite import made_otherwise
 from parts import gradients, ids_of, learner, loader
 
 
@@ -92,8 +91,8 @@ SCENES = open_source("scenes:train?n=32", 32)
 TOKENIZER = Tokenizer.train([c for row in range(32) for c in SCENES.record(row).captions], 400)
 
 
-def made_of(inputs: dict[str, Input], **more: Any) -> Any:
-    return next(loader(SCENES, inputs, tokenizer=TOKENIZER, **more).batches())
+def made_of(inputs: dict[str, Input]) -> Any:
+    return next(loader(SCENES, inputs, tokenizer=TOKENIZER).batches())
 
 
 def halves(example: Any, fetch: Any, draw: Any) -> list[str]:
@@ -121,13 +120,6 @@ def test_an_input_of_two_kinds_is_refused() -> None:
 
     with pytest.raises(ValueError, match="'mixed'"):
         made_of({"mixed": Input(either)})
-
-
-def test_inputs_do_not_depend_on_workers_and_ranks_unless_by_global_randomness() -> None:
-    views = {VIEWS: preset("slip").inputs[VIEWS]}
-    parts = [made_of(views, workers=1, rank=rank, ranks=2).inputs[VIEWS] for rank in (0, 1)]
-    assert torch.equal(made_of(views).inputs[VIEWS], torch.cat(parts))
-    assert made_otherwise("own_methods:by_chance") > 0
 
 
 def test_a_component_of_a_user_mixes_like_any() -> None:

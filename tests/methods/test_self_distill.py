@@ -11,7 +11,7 @@ from torch import Tensor
 from kiloword.methods.self_distill import CROPS, cross_entropy
 from kiloword.training.step import backward
 from kiloword.verify.batch import MethodChoice, batch
-from parts import after_step, agree, drawn, learner
+from parts import agree, drawn, learner
 
 NAME = "siglip+self-distill"
 SETTINGS = {"self_distill": {"large": 2, "small": 2, "prototypes": 24, "hidden": 16}}
@@ -61,7 +61,7 @@ def test_a_step_and_what_follows_it() -> None:
     with torch.no_grad():
         made.model.image_tower.positions.add_(1)
     made.done = 0.25
-    after_step(made, 1)
+    made.after_step(1)
     momentum = 1 - 0.004 * (math.cos(math.pi * 0.25) + 1) / 2
     torch.testing.assert_close(term.teacher_tower.positions, before + 1 - momentum, rtol=0, atol=1e-12)
     mean = large.flatten(0, 1).mean(0)
@@ -73,5 +73,5 @@ def test_a_step_with_infinite_outputs_leaves_the_centre() -> None:
     with torch.no_grad():
         term.teacher_tower.positions.fill_(torch.nan)
         term(made.model, data, made.encode(data))
-    after_step(made, 1)
+    made.after_step(1)
     assert not term.centre.any()

@@ -14,7 +14,7 @@ from kiloword.training.step import backward
 from kiloword.types import Batch, Texts
 from kiloword.verify import suite
 from kiloword.verify.batch import batch
-from parts import after_step, agree, learner
+from parts import agree, learner
 
 NAME = "clip+superclass"
 IDS = [[1, 7, 9, 7, 2], [1, 7, 2], [1, 30, 2], [1, 2], [1, 9, 30, 31, 32, 2], [1, 31, 2]]
@@ -54,7 +54,7 @@ def test_the_loss_is_that_of_the_published_code() -> None:
     weights = [made.terms["superclass"].classes.weight, made.model.get_parameter("image_tower.positions")]
     for batches in (1.0, 2.0):
         loss_of(made, data)
-        after_step(made, 1)  # the published code counts the captions of the step before it weighs them
+        made.after_step(1)  # the published code counts the captions of the step before it weighs them
         theirs = published(logits_of(made, data)[torch.tensor(OF)], IDS, seen, batches)
         with torch.enable_grad():
             agree(loss_of(made, data), theirs, weights)
@@ -64,7 +64,7 @@ def test_the_loss_is_that_of_the_published_code() -> None:
 def test_before_the_first_step_words_weigh_alike_and_equal_ones_always() -> None:
     equal = learner(NAME, {"superclass": {"tokens": "equal"}})
     backward(equal, [some()])
-    after_step(equal, 1)
+    equal.after_step(1)
     for made in (learner(NAME), equal):
         log_p = logits_of(made, some()).log_softmax(1)
         words = [sorted(set(ids[1:-1])) for ids in IDS]
@@ -78,7 +78,7 @@ def test_captions_are_counted_once_however_the_batch_is_split(parts: int) -> Non
     backward(made, data.split(parts))
     with torch.no_grad():
         loss_of(made, data)  # a validation
-    after_step(made, 1)
+    made.after_step(1)
     counted = made.terms["superclass"].seen
     of = data.texts.ids.split(data.texts.starts.diff().tolist())
     expected = torch.stack([torch.bincount(ids, minlength=len(counted)) > 0 for ids in of]).sum(0)

@@ -15,6 +15,7 @@ from kiloword.methods.registry import PRESETS, preset
 from kiloword.stores.embed import embed
 from kiloword.stores.teachers import open_teacher
 from kiloword.training.loop import RunOptions, train
+from kiloword.verify.batch import MethodChoice
 from kiloword.verify.suite import verify
 from runs import whole_and_cut
 
@@ -31,6 +32,13 @@ PAIRED = (  # over two
     *("prolip+deterministic", "pcme+++deterministic", "sycoca+contextual", "coca+superclass"),
     *("siglip+clic", "coca+clic", "flair+simclr", "flair+sub-captions", "siglip+matryoshka"),
     *("siglip+concepts", "coca+sigmoid+concepts", "clip+maxsim+simclr", "coca+maxsim"),
+    *("siglip+compose+superclass+negatives", "siglip+reinforced+self-distill", "coca+sub-captions"),
+    MethodChoice("sycoca", {"parallel": 0.5}),
+    MethodChoice("llip+caption", {"caption": {"parallel": 0.5}}),
+    MethodChoice("flair", {"other_texts": "all"}),
+    MethodChoice("pcme++", {"variance_blocks": 1}),
+    MethodChoice("llip", {"form": "gram", "k": 3, "heads": 4}),
+    MethodChoice("siglip+mined+supcon", {"supcon": {"form": "in"}}),
 )
 DATA = "scenes?n=64&captions=3"
 QUIET = RunOptions(quiet=True)
@@ -38,7 +46,7 @@ QUIET = RunOptions(quiet=True)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [*PRESETS, *MIXES, *PAIRED])
-def test_every_check_of_every_method(method: str) -> None:
+def test_every_check_of_every_method(method: str | MethodChoice) -> None:
     ranks = (1, 2) if method in PAIRED else (1, 2, 4)
     failed = [check for check in verify(method, ranks) if not check.passed]
     assert not failed
