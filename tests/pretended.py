@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from kiloword.config.recipes import ModelConfig, OptimConfig, sizes
+from kiloword.apps.plan.options import Plan
+from kiloword.apps.plan.planner import Planner
+from kiloword.config.recipes import OptimConfig
 from kiloword.distributed.device import precision_of
-from kiloword.methods.method import Method
+from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.training.optimizer import Average, Optimizer
 from kiloword.training.step import backward, learner_of
-from kiloword.types import Batch, BatchInputs, Input, TextGroup, Texts
+from kiloword.types import Batch
 
 GUARDS = "_ZN3c104impl26device_guard_impl_registryE"  # of libc10: a guard a device type
 CUDA, META = 1, 14  # places in it
@@ -239,41 +241,6 @@ def _add(found: dict[tuple[Any, int], Tensor], edge: Any, gradient: Tensor) -> N
     found[place] = found[place] + gradient if place in found else gradient
 
 
-def a_batch(method: Method, config: ModelConfig, images: int, captions: int) -> Batch:
-    """A batch as the loader packs it, of captions of several lengths."""
-    n = images * captions
-    text = method.shape(config).text
-    lengths = [text.context if text.pad_to_context else 4 + i % 5 for i in range(n)]
-    extra = len(text.extra_tokens)
-    texts = Texts.pack([[1] * (length - extra) + [2] * extra for length in lengths])
-    image_features, text_features = {}, {}
-    for need in method.needs:
-        if need == "truth":
-            text_features[need] = torch.zeros(n, images, dtype=torch.bool)
-        elif need != "questions":
-            image_features |= {name: torch.zeros(images, 8, dtype=torch.float16) for name in (need, f"{need}.texts")}
-            text_features[need] = torch.zeros(n, 8, dtype=torch.float16)
-    return Batch(
-        images=torch.zeros(images, 3, config.image.size, config.image.size, dtype=torch.uint8),
-        texts=texts,
-        image_of_text=torch.arange(images).repeat_interleave(captions),
-        seeds=torch.arange(images),
-        position=torch.arange(images),
-        composed=torch.zeros(images, dtype=torch.bool),
-        image_features=image_features,
-        text_features=text_features,
-        questions=Texts.pack([[1] * (4 + i % 3) for i in range(images)]) if "questions" in method.needs else None,
-        inputs=BatchInputs({name: an_input(one, config, images) for name, one in method.inputs.items()}),
-    )
-
-
-def an_input(one: Input, config: ModelConfig, images: int) -> Tensor | TextGroup:
-    """An input of the method: zeros in its shape, or a text for every image."""
-    if one.shape is not None:
-        return torch.zeros(images, *one.shape(config), dtype=torch.uint8)
-    return TextGroup(Texts.pack([[1] * (4 + i % 3) for i in range(images)]), torch.arange(images))
-
-
 @dataclass(frozen=True)
 class Step:
     """What a step was made of, and what it left."""
@@ -294,9 +261,10 @@ def step(
     steps: int = 1,
 ) -> Step:
     """The last of some steps of a run, of four images with two captions each."""
-    method, config = preset(name, settings), sizes()[size]
-    batches = a_batch(method, config, 4, captions=2).split(micro)
-    learner = learner_of(config, method)
+    method, recipe = preset(name, settings), default_recipe(name, size)
+    batch = Planner(Plan(captions=2), replace(recipe, batch=4), method).batch(4)
+    batch = batch.each(lambda x: torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, FakeTensor) else x)
+    batches, learner = batch.split(micro), learner_of(recipe.model, method)
     with pretended() as mode:
         parts = [moved(batch, mode) for batch in batches]
         moving = Optimizer(placed(learner), OptimConfig(name=optimizer), 1000)
