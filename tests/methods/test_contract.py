@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import own_methods as own
-from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.defaults import FIELD
 from kiloword.methods.method import Part, Ramp
 from kiloword.methods.registry import preset
 from kiloword.methods.slip import VIEWS
-from kiloword.models.trust import Trust, method_of
 from kiloword.training.optimizer import Optimizer
 from kiloword.training.step import backward
 from kiloword.types import Input, TextGroup
@@ -128,17 +125,6 @@ def test_a_component_of_a_user_mixes_like_any() -> None:
         preset("siglip+own_methods:texts+own_methods:texts")
     without = next(iter(suite.verify("llip+own_methods:texts", ())))
     assert without.passed, without
-
-
-def test_a_built_in_method_does_not_vouch_for_a_strangers_component(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "outside.py").write_text("raise SystemExit('the code of a stranger ran')")
-    file = ModelFile(method="llip+outside:texts", settings={}, model=sizes()["debug"], size="debug")
-    for trust in (Trust(), Trust(named="llip")):
-        with pytest.raises(ValueError, match="code"):
-            method_of(file, "folder", trust)
 
 
 def test_modules_state_the_rates_of_their_parameters() -> None:

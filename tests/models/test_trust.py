@@ -127,8 +127,10 @@ def test_naming_one_method_does_not_trust_another(capsys: pytest.CaptureFixture[
     assert re.search("own:preset.*'siglip' is used", capsys.readouterr().err)
     main(["average", "asks", "asks", "--out", "mean"])
     assert not ran()
-    with pytest.raises(ValueError, match="is code"):
-        load_model("asks", trust=Trust(named="own:other"))
+    for method, named in (("siglip+own:preset", "siglip"), ("own:preset", "own:other")):
+        asks_for(method)
+        with pytest.raises(ValueError, match="is code"):
+            load_model("asks", trust=Trust(named=named))
     assert not ran()
     words = ("eval", "spectrum", "plain", "asks", *SCENES, "--method", "siglip")
     assert "own:preset" in refused(capsys, *words)
