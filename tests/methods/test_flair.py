@@ -114,13 +114,10 @@ def test_texts_of_another_image_as_one_are_the_mean_over_all_draws_of_one() -> N
     assert not [name for name, _ in flair.named_parameters() if "whole" in name]
 
 
-def test_a_model_scores_explains_and_classifies(tmp_path: Path) -> None:
+def test_a_model_explains_and_classifies(tmp_path: Path) -> None:
     matcher = kiloword.load(model_folder(tmp_path / "m", "flair"))
     pixels = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     texts = ["a red star", "two circles"]
-    scores = matcher.score(pixels, texts)
-    assert scores.shape == (3, 2)
-    torch.testing.assert_close(matcher.score(matcher.encode_image(pixels), texts), scores)
     maps, patches = matcher.explain(pixels, texts), matcher.encode_image(pixels)
     weights = matcher.model.head.pooling.explain(patches, matcher.encode_text(texts))
     torch.testing.assert_close(maps.maps, weights.mean(2))
