@@ -73,11 +73,7 @@ SYCOCA: Stated = {
     "settings.caption_mask": ("attentive", "the patches with the lowest scores", "section 3.3"),
     "settings.mim_mask": ("attentive", "of top scoring patches", "section 3.3"),
     "settings.guide": ("text", "Text-Guided Masked Image Modeling", "section 3.2"),
-    "settings.similar_to": (
-        "tokens",
-        "the token-wise maximum similarity between image and text embeddings",
-        "section 3.3",
-    ),
+    "settings.similar_to": ("tokens", "the token-wise maximum similarity between image and text", "section 3.3"),
 }
 
 FFF: Stated = {

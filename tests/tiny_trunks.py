@@ -23,20 +23,13 @@ from kiloword.stores.embed import embed_tokens
 from kiloword.stores.options import EmbedOptions
 from kiloword.stores.tokens import TokenKind
 from kiloword.types import Source
+from kiloword.verify.batch import BERT as SUITE_BERT
 
 KINDS: tuple[TokenKind, ...] = ("images", "texts")
 SCENES = "scenes?n=48&captions=2"
 SIZE, PATCH, WIDTH = 32, 8, 12
 JITTER = AugmentConfig(jitter=0.8, blur=0.3)
-BERT = {
-    "model_type": "bert",
-    "vocab_size": 400,
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 48,
-}
+BERT = SUITE_BERT | {"hidden_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 48}
 
 
 class TinyTrunk(Trunk):
