@@ -80,9 +80,7 @@ def changed(folder: Path, file: str, **values: Any) -> Path:
 def state_of(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     """Random weights of an encoder under the names of transformers."""
     distil = config["model_type"] == "distilbert"
-    width, mlp = (
-        (config["dim"], config["hidden_dim"]) if distil else (config["hidden_size"], config["intermediate_size"])
-    )
+    width, mlp = (config[name] for name in (("dim", "hidden_dim") if distil else ("hidden_size", "intermediate_size")))
     draw = torch.Generator().manual_seed(seed)
 
     def linear(out: int, into: int) -> dict[str, Tensor]:
@@ -95,13 +93,9 @@ def state_of(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
         }
 
     parts = {"embeddings.LayerNorm": norm()}
-    for name, rows in (
-        ("word", config["vocab_size"]),
-        ("position", config["max_position_embeddings"]),
-        ("token_type", 2),
-    ):
-        if not (distil and name == "token_type"):
-            parts[f"embeddings.{name}_embeddings"] = {"weight": linear(rows, width)["weight"]}
+    tables = {"word": config["vocab_size"], "position": config["max_position_embeddings"]}
+    for name, rows in (tables if distil else {**tables, "token_type": 2}).items():
+        parts[f"embeddings.{name}_embeddings"] = {"weight": linear(rows, width)["weight"]}
     for n in range(2):
         at = f"transformer.layer.{n}." if distil else f"encoder.layer.{n}."
         square = (

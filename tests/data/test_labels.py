@@ -34,9 +34,6 @@ from tars import photo, write_tar
 def test_imagenet_is_in_the_order_of_its_wnids() -> None:
     ids = wnids()
     assert ids == sorted(ids)
-    assert [classnames("imagenet1k")[i] for i in (0, 6, 134, 517, 999)] == [
-        "tench", "stingray", "crane bird", "construction crane", "toilet paper"
-    ]  # fmt: skip
     assert names_of_wnids(["n12998815", "n01440764"]) == ["agaric", "tench"]
     assert names_of_wnids(["n01440764", "n00000000"]) is None
     for name in ("imagenet-a", "imagenet-r"):

@@ -42,13 +42,8 @@ class Photos:
 def test_every_kind_of_image(tmp_path: Path) -> None:
     path = tmp_path / "3.png"
     path.write_bytes(raw := encode(pixels := noise(40, 50, 3)))
-    for image, expected in (
-        (Image.fromarray(pixels), pixels),
-        (pixels, pixels),
-        (raw, raw),
-        (path, raw),
-        (f"{path}", raw),
-    ):
+    kinds: list[Any] = [(Image.fromarray(pixels), pixels), (pixels, pixels), (raw, raw), (path, raw), (f"{path}", raw)]
+    for image, expected in kinds:
         for texts in ("a thing", ["a thing"]):
             source = MapStyleSource([(image, texts)])
             assert np.array_equal(source.record(0).image, expected)

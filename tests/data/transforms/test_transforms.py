@@ -103,7 +103,6 @@ class Rows:
     name: str = "rows"
     fingerprint: str = "f"
     bad: tuple[int, ...] = ()
-    silent: tuple[int, ...] = ()  # rows without captions
     size: int = 9
     crops: bool = False
     asked: list[tuple[int, Draw]] = field(default_factory=list)
@@ -115,8 +114,7 @@ class Rows:
         if row in self.bad:
             raise BadSample("truncated image")
         pixels = noise(row, self.size, self.size).permute(1, 2, 0).numpy()
-        captions = [] if row in self.silent else [f"caption {row} {c}" for c in range(row % 3 + 1)]
-        return Record(f"k{row}", pixels, captions)
+        return Record(f"k{row}", pixels, [f"caption {row} {c}" for c in range(row % 3 + 1)])
 
     def example(self, row: int, draw: Draw) -> Example:
         self.asked.append((row, draw))
