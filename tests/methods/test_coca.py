@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import literal
 from cases import mostly_slow
 from kiloword.config.recipes import ModelConfig, TextConfig
 from kiloword.methods.coca.coca import word_loss
@@ -22,35 +23,16 @@ from kiloword.model.decoder import predicted
 from kiloword.randomness import uniform
 from kiloword.training.step import backward
 from kiloword.types import Batch
-from literal import (
-    CAPTIONS,
-    assert_equal,
-    attend,
-    attentive,
-    captions_of,
-    cross_block,
-    image_tokens,
-    linear,
-    lowest,
-    made,
-    norm,
-    pairs,
-    self_block,
-    small,
-    term,
-    text_tokens,
-    word_logits,
-)
 from parts import Largest, drawn, gradients, learner
 
 
 def expected(learner: Any, batch: Batch, memory: Callable[[int], Tensor], smoothing: float = 0.0) -> Tensor:
     """Eq. 4: one caption after the other, one word after the other, from the words before it and text n's memory."""
     extra, losses = len(learner.model.config.text.extra_tokens), []
-    for n, ids in enumerate(captions_of(batch.texts)):
+    for n, ids in enumerate(literal.captions_of(batch.texts)):
         said = ids[: len(ids) - extra]
         for j in range(1, len(said)):
-            logits, target = word_logits(said[:j], memory(n), learner.model), torch.tensor([said[j]])
+            logits, target = literal.word_logits(said[:j], memory(n), learner.model), torch.tensor([said[j]])
             losses.append(F.cross_entropy(logits[None], target, label_smoothing=smoothing))
     return torch.stack(losses).sum()
 
@@ -73,13 +55,13 @@ def images_of(learner: Any, batch: Batch) -> Tensor:
 )
 def test_caption_loss(method: str, said: dict[str, Any]) -> None:
     """Value and every gradient, whatever tokens are added; images of several captions share what the decoder sees."""
-    coca = made(method, said)
-    batch = pairs(coca.model, CAPTIONS)
+    coca = literal.made(method, said)
+    batch = literal.pairs(coca.model, literal.CAPTIONS)
     assert len(batch.texts) == 7 > len(batch)
     images = images_of(coca, batch)
-    slow = expected(coca, batch, lambda n: image_tokens(images[n], coca.model), said.get("smoothing", 0.0))
-    assert_equal(coca, term(coca, "caption", batch), slow)
-    words = sum(len(words) + 1 for own in CAPTIONS for words in own)
+    slow = expected(coca, batch, lambda n: literal.image_tokens(images[n], coca.model), said.get("smoothing", 0.0))
+    literal.assert_equal(coca, literal.term(coca, "caption", batch), slow)
+    words = sum(len(words) + 1 for own in literal.CAPTIONS for words in own)
     assert coca.counts([batch])["caption"] == words  # words and ends; no start, no class token
 
 
@@ -87,36 +69,38 @@ def test_caption_loss(method: str, said: dict[str, Any]) -> None:
 @pytest.mark.parametrize("mask", ["attentive", "random"])
 def test_captions_of_masked_images(mask: str, op: str) -> None:
     """The patches of the lowest score are gone: of each caption its own, or random ones of the image."""
-    coca = made("coca", {"caption_mask": mask, "caption_op": op, "caption_share": 0.3})
-    batch = pairs(coca.model, CAPTIONS)
+    coca = literal.made("coca", {"caption_mask": mask, "caption_op": op, "caption_share": 0.3})
+    batch = literal.pairs(coca.model, literal.CAPTIONS)
     images, noise = images_of(coca, batch), uniform(batch.seeds, "caption.mask", 16)
 
     def memory(n: int) -> Tensor:
         with torch.no_grad():
-            scored = attentive(coca, batch, n) if mask == "attentive" else noise[batch.image_of_text[n]].tolist()
-        return image_tokens(images[n], coca.model, lowest(scored, 5), op)
+            scored = (
+                literal.attentive(coca, batch, n) if mask == "attentive" else noise[batch.image_of_text[n]].tolist()
+            )
+        return literal.image_tokens(images[n], coca.model, literal.lowest(scored, 5), op)
 
-    assert_equal(coca, term(coca, "caption", batch), expected(coca, batch, memory))
+    literal.assert_equal(coca, literal.term(coca, "caption", batch), expected(coca, batch, memory))
 
 
 @pytest.mark.slow
 def test_a_pool_of_queries() -> None:
     """The first query makes the vector, the others what captions see."""
-    shape = small()
+    shape = literal.small()
     head = replace(shape.head, image_pool="attentional", pool_queries=3, pool_width=24, pool_heads=2)
-    coca = made("coca", shape=replace(shape, head=head))
-    batch = pairs(coca.model, CAPTIONS)
+    coca = literal.made("coca", shape=replace(shape, head=head))
+    batch = literal.pairs(coca.model, literal.CAPTIONS)
     images = coca.model.normalise(batch.images)
     pool: Any = coca.model.head.get_submodule("pooling.image_pool.attentional")
     assert pool.probes.shape == (4, 24)
 
     def gathered(n: int) -> Tensor:
-        k, v = linear(image_tokens(images[n], coca.model), pool.attention.kv).chunk(2, 1)
-        q = linear(norm(pool.probes, pool.norm_query), pool.attention.q)
-        return norm(linear(attend(q, k, v, 2), pool.attention.out), pool.norm)
+        k, v = literal.linear(literal.image_tokens(images[n], coca.model), pool.attention.kv).chunk(2, 1)
+        q = literal.linear(literal.norm(pool.probes, pool.norm_query), pool.attention.q)
+        return literal.norm(literal.linear(literal.attend(q, k, v, 2), pool.attention.out), pool.norm)
 
     slow = expected(coca, batch, lambda n: gathered(int(batch.image_of_text[n]))[1:])
-    assert_equal(coca, term(coca, "caption", batch), slow)
+    literal.assert_equal(coca, literal.term(coca, "caption", batch), slow)
     for n, vec in enumerate(coca.encode(batch).images["vec"]):
         projected = coca.model.head.pooling.project_image_tokens(gathered(n)[0])
         torch.testing.assert_close(vec, projected / projected.norm(), rtol=0, atol=1e-12)
@@ -127,9 +111,9 @@ def test_sums_over_the_tokens_of_a_caption(parts: int) -> None:
     """Eq. 4 as printed sums over tokens: a long caption weighs more than a short one. The mean is over captions."""
     losses = {}
     for reduction in ("tokens", "captions"):
-        coca = made("coca", {"caption_reduction": reduction})
-        losses[reduction] = float(backward(coca, pairs(coca.model, CAPTIONS).split(parts))["caption"])
-    words = [len(own) for captions in CAPTIONS for own in captions]
+        coca = literal.made("coca", {"caption_reduction": reduction})
+        losses[reduction] = float(backward(coca, literal.pairs(coca.model, literal.CAPTIONS).split(parts))["caption"])
+    words = [len(own) for captions in literal.CAPTIONS for own in captions]
     assert losses["captions"] == pytest.approx(losses["tokens"] * sum(n + 1 for n in words) / len(words), rel=1e-10)
 
 
@@ -139,11 +123,11 @@ def test_sums_over_the_tokens_of_a_caption(parts: int) -> None:
 def parallel_logits(length: int, memory: Tensor, model: Any) -> Tensor:
     """[length, V]: of every place of a caption, from as many mask tokens, all of which see each other and the image."""
     decoder = model.more["text_decoder"]
-    x = text_tokens([model.config.text.special["mask"]] * length, model)
+    x = literal.text_tokens([model.config.text.special["mask"]] * length, model)
     for layer in decoder.layers:
-        x = cross_block(self_block(x, layer.own, causal=False), memory, layer.cross)
+        x = literal.cross_block(literal.self_block(x, layer.own, causal=False), memory, layer.cross)
     table = model.text_tower.tokens / math.sqrt(x.shape[1]) if decoder.output is None else decoder.output
-    return norm(x, decoder.norm) @ table.T
+    return literal.norm(x, decoder.norm) @ table.T
 
 
 @pytest.mark.parametrize(
@@ -151,27 +135,29 @@ def parallel_logits(length: int, memory: Tensor, model: Any) -> Tensor:
     [("coca", {"parallel": 0.5}), ("coca", {"parallel": 1.0, "tied": True, "class_token": False}), ("cappa", {})],
 )
 def test_captions_that_are_predicted_all_at_once(method: str, said: dict[str, Any]) -> None:
-    coca = made(method, said).requires_grad_()  # of cappa, the head too
-    batch, share, losses = pairs(coca.model, CAPTIONS), said.get("parallel", 0.75), []
+    coca = literal.made(method, said).requires_grad_()  # of cappa, the head too
+    batch, share, losses = literal.pairs(coca.model, literal.CAPTIONS), said.get("parallel", 0.75), []
     images, chosen = images_of(coca, batch), uniform(batch.seeds, "caption.parallel", 1)[:, 0] < share
     assert 0 < chosen.sum() < len(chosen) or share == 1
-    for n, ids in enumerate(captions_of(batch.texts)):
+    for n, ids in enumerate(literal.captions_of(batch.texts)):
         words = torch.tensor(ids[: len(ids) - len(coca.model.config.text.extra_tokens)])
-        memory = image_tokens(images[n], coca.model)
+        memory = literal.image_tokens(images[n], coca.model)
         if chosen[batch.image_of_text[n]]:
             logits = parallel_logits(len(words) - 1, memory, coca.model)
         else:
-            logits = torch.stack([word_logits(words[:j].tolist(), memory, coca.model) for j in range(1, len(words))])
+            logits = torch.stack(
+                [literal.word_logits(words[:j].tolist(), memory, coca.model) for j in range(1, len(words))]
+            )
         losses.append(F.cross_entropy(logits, words[1:], reduction="sum"))
-    assert_equal(coca, term(coca, "caption", batch), torch.stack(losses).sum())
+    literal.assert_equal(coca, literal.term(coca, "caption", batch), torch.stack(losses).sum())
 
 
 def test_cappa_trains_captions_alone() -> None:
-    cappa = made("cappa")
-    report = backward(cappa, pairs(cappa.model, CAPTIONS).split(2))
+    cappa = literal.made("cappa")
+    report = backward(cappa, literal.pairs(cappa.model, literal.CAPTIONS).split(2))
     assert report["loss"] == report["caption"]
     assert cappa.model.config.head.image_pool == "mean"
-    assert preset("cappa", {"contrast_weight": 1.0}).shape(small()).head.image_pool == "cls"
+    assert preset("cappa", {"contrast_weight": 1.0}).shape(literal.small()).head.image_pool == "cls"
 
 
 # Vocabulary, weights, shapes
@@ -182,22 +168,22 @@ def test_only_what_texts_say_has_logits(tied: bool) -> None:
     """Special ids behind the words are never predicted; an end token is, wherever it stands."""
     clip = {"start": 49406, "end": 49407, "pad": 0, "mask": 49408, "cls": 49409, "unc": 49410}
     assert predicted(TextConfig(vocab=49411, special=clip)) == predicted(TextConfig(vocab=49408, special=clip)) == 49408
-    shape = small()
+    shape = literal.small()
     text = replace(shape.text, vocab=302, special={**shape.text.special, "cls": 300, "unc": 301})
-    coca = made("coca", {"tied": tied}, replace(shape, text=text))
+    coca = literal.made("coca", {"tied": tied}, replace(shape, text=text))
     decoder: Any = coca.model.more["text_decoder"]
     assert decoder.table(coca.model.text_tower.tokens).shape == (300, 32)
-    assert term(coca, "caption", pairs(coca.model, [[[299]]])).isfinite()
+    assert literal.term(coca, "caption", literal.pairs(coca.model, [[[299]]])).isfinite()
 
 
 def test_weights_and_micro_batches() -> None:
     """contrast_weight ITC + caption_weight IC; without ITC the head stays, but for what captions look through."""
-    shape = small()
+    shape = literal.small()
     shape = replace(shape, head=replace(shape.head, image_pool="attentional", pool_queries=2, pool_heads=2))
     found = []
     for weight, parts in ((0.0, 4), (1.0, 1), (0.3, 4)):
         coca = learner("coca", {"contrast_weight": weight, "caption_weight": 3.0}, shape)
-        found.append(gradients(coca, pairs(coca.model, CAPTIONS), parts))
+        found.append(gradients(coca, literal.pairs(coca.model, literal.CAPTIONS), parts))
         summed = weight * found[-1].get("loss:pair", 0) + 3 * found[-1]["loss:caption"]
         torch.testing.assert_close(found[-1].pop("loss:loss"), summed, rtol=1e-12, atol=0)
     none, whole, some = ({name: g for name, g in one.items() if "loss:" not in name} for one in found)
@@ -212,10 +198,10 @@ def test_texts_end_in_a_class_token_where_the_last_is_read() -> None:
     def extra(method: str, shape: ModelConfig, **said: Any) -> tuple[str, ...]:
         return preset(method, said).shape(shape).text.extra_tokens
 
-    assert extra("coca", small()) == ("cls",)
-    assert extra("coca", small(), class_token=False) == ()
-    assert extra("coca", replace(small(), head=replace(small().head, text_pool="max"))) == ()
-    assert extra("siglip+caption", small()) == ()
+    assert extra("coca", literal.small()) == ("cls",)
+    assert extra("coca", literal.small(), class_token=False) == ()
+    assert extra("coca", replace(literal.small(), head=replace(literal.small().head, text_pool="max"))) == ()
+    assert extra("siglip+caption", literal.small()) == ()
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

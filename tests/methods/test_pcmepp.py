@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import literal
 from cases import mostly_slow
 from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
@@ -25,20 +26,6 @@ from kiloword.training import start
 from kiloword.training.optimizer import groups
 from kiloword.types import Features, Pairs
 from kiloword.verify.batch import batch
-from literal import (
-    CAPTIONS,
-    captions_of,
-    linear,
-    made,
-    matching,
-    norm,
-    pairs,
-    patch,
-    self_block,
-    sigmoid_pairs,
-    small,
-    softmax_pairs,
-)
 from parts import agree, blocks, drawn, learner, losses, mean, model
 
 DEBUG = sizes()["debug"]
@@ -112,9 +99,9 @@ def image_path(image: Tensor, model: Any, blocks: int) -> tuple[Tensor, Tensor]:
     tower, size = model.image_tower, model.config.image.patch
     rows = [tower.class_token + tower.positions[0]]
     for n in range((model.config.image.size // size) ** 2):
-        rows.append(tower.patches.weight @ patch(image, n, size).flatten() + tower.positions[1 + n])
+        rows.append(tower.patches.weight @ literal.patch(image, n, size).flatten() + tower.positions[1 + n])
     x = torch.stack(rows)
-    x = norm(x, tower.pre_norm) if tower.pre_norm is not None else x
+    x = literal.norm(x, tower.pre_norm) if tower.pre_norm is not None else x
     return two_paths(x, tower, blocks, False, 0)
 
 
@@ -128,20 +115,20 @@ def text_path(words: list[int], model: Any, blocks: int, causal: bool) -> tuple[
 def two_paths(x: Tensor, tower: Any, blocks: int, causal: bool, place: int) -> tuple[Tensor, Tensor]:
     shared = len(tower.blocks) - blocks
     for block in tower.blocks[:shared]:
-        x = self_block(x, block, causal)
+        x = literal.self_block(x, block, causal)
     mean = beside = x
     for own, other in zip(tower.blocks[shared:], tower.uncertainty_blocks, strict=True):
-        mean, beside = self_block(mean, own, causal), self_block(beside, other, causal)
-    return norm(mean, tower.norm)[place], beside[place]
+        mean, beside = literal.self_block(mean, own, causal), literal.self_block(beside, other, causal)
+    return literal.norm(mean, tower.norm)[place], beside[place]
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_both_paths_written_out(blocks: int) -> None:
-    base = small()
+    base = literal.small()
     shape = replace(base, image=replace(base.image, depth=2), text=replace(base.text, depth=2))
-    model: Any = made("pcme++", {"bidirectional": False, "variance_blocks": blocks}, shape).model
-    some, pooling, gaussian = pairs(model, CAPTIONS), model.head.pooling, model.head.uncertainty
-    ids, unc = captions_of(some.texts), model.config.text.special["unc"]
+    model: Any = literal.made("pcme++", {"bidirectional": False, "variance_blocks": blocks}, shape).model
+    some, pooling, gaussian = literal.pairs(model, literal.CAPTIONS), model.head.pooling, model.head.uncertainty
+    ids, unc = literal.captions_of(some.texts), model.config.text.special["unc"]
     images = [image_path(image, model, blocks) for image in model.normalise(some.images)]
     texts = [text_path(own[: own.index(unc)], model, blocks, True) for own in ids]
     for found, paths, projection, layer in (
@@ -151,14 +138,14 @@ def test_both_paths_written_out(blocks: int) -> None:
         for n, (own, beside) in enumerate(paths):
             projected = own @ projection.weight.T
             torch.testing.assert_close(found["vec"][n], projected / projected.norm(), rtol=1e-10, atol=1e-12)
-            torch.testing.assert_close(found["log_var"][n], linear(beside, layer), rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(found["log_var"][n], literal.linear(beside, layer), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_the_means_are_those_of_a_model_without_variances(bidirectional: bool) -> None:
     """No token of a tower attends to [UNC], in a bidirectional one neither."""
-    model: Any = made("pcme++", {"variance_blocks": 1, "bidirectional": bidirectional}).model
-    some = pairs(model, CAPTIONS)
+    model: Any = literal.made("pcme++", {"variance_blocks": 1, "bidirectional": bidirectional}).model
+    some = literal.pairs(model, literal.CAPTIONS)
     before = model.encode_text(some.texts)[1], model.encode_image(some.images)[1]
     with torch.no_grad():
         model.text_tower.tokens[model.config.text.special["unc"]] += 1.0
@@ -210,7 +197,7 @@ def entropy(z: Tensor, y: float) -> Tensor:
     return -y * torch.log(p) - (1 - y) * torch.log(1 - p)
 
 
-def literal(images: Features, texts: Features, y: Any, a: Tensor, b: Tensor, pseudo: float) -> Tensor:
+def literal_loss(images: Features, texts: Features, y: Any, a: Tensor, b: Tensor, pseudo: float) -> Tensor:
     """The sum over pairs; y[i][t] is 0 or 1."""
     d = [[distance(images, i, texts, t) for t in range(len(TEXTS))] for i in range(len(IMAGES))]
 
@@ -247,7 +234,7 @@ def test_matching_loss_and_its_gradients(pseudo: float, reduction: Any, count: i
     assert float(total.count) == count
     torch.testing.assert_close(pairs.rows.sum(), total.sum.detach(), rtol=1e-12, atol=0)
     y = [[int(p == t or (positives is other and p - t == 2)) for t in TEXTS] for p in IMAGES]
-    expected = literal(images, texts, y, head.log_scale.exp()[0], head.bias[0], pseudo) / count
+    expected = literal_loss(images, texts, y, head.log_scale.exp()[0], head.bias[0], pseudo) / count
     agree(mean(total), expected, [*leaves, head.log_scale, head.bias], atol=1e-10)
     with torch.no_grad():
         free = matching_loss(blocks(head, images, texts, chunk), positives, pseudo, reduction)
@@ -279,8 +266,8 @@ def test_a_loss_of_means_beside_that_of_gaussians(loss: Any, own: Any, chunk: in
     first, small = own(blocks(head, images, texts), annotated), head.get_submodule("deterministic")
     z = images["vec"] @ texts["vec"].T * small.log_scale.exp()
     if loss == "sigmoid":
-        second = sigmoid_pairs(z + small.bias, matching(TEXTS)) / 5
+        second = literal.sigmoid_pairs(z + small.bias, literal.matching(TEXTS)) / 5
     else:
-        second = softmax_pairs(z, matching(TEXTS))
+        second = literal.softmax_pairs(z, literal.matching(TEXTS))
     parameters = [p for p in (*leaves, head.log_scale, small.log_scale, small.bias) if p is not None]
     agree(mean(total), mean(first) + 0.7 * second, parameters, atol=1e-10)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import literal
 from kiloword.config.recipes import OptimConfig, TextConfig, TrunkConfig
 from kiloword.methods.coca import masking
 from kiloword.methods.coca.masking import MaskSettings, countable
@@ -19,22 +20,6 @@ from kiloword.randomness import uniform
 from kiloword.training.optimizer import Optimizer
 from kiloword.training.step import backward
 from kiloword.types import Batch, Texts
-from literal import (
-    CAPTIONS,
-    assert_equal,
-    attentive,
-    captions_of,
-    highest,
-    image_tokens,
-    inputs,
-    made,
-    pairs,
-    patch,
-    pixels,
-    small,
-    term,
-    text_tokens,
-)
 from tiny_trunks import WIDTH, tiny_trunks
 
 __all__ = ["tiny_trunks"]
@@ -46,9 +31,9 @@ __all__ = ["tiny_trunks"]
 @pytest.mark.parametrize("method", ["sycoca", "sycoca+gaussian", "sycoca+contextual"])
 def test_scores(method: str, similar: Literal["cosine", "dot"], monkeypatch: pytest.MonkeyPatch) -> None:
     """Eq. 7 for each caption of each image: start, words and end, not the class and uncertainty tokens."""
-    sycoca = made(method, {"similarity": similar})
-    batch = pairs(sycoca.model, CAPTIONS)
-    expected = [attentive(sycoca, batch, n, similar) for n in range(7)]
+    sycoca = literal.made(method, {"similarity": similar})
+    batch = literal.pairs(sycoca.model, literal.CAPTIONS)
+    expected = [literal.attentive(sycoca, batch, n, similar) for n in range(7)]
     for captions in (masking.CAPTIONS, 3):  # all at once, and in parts
         monkeypatch.setattr(masking, "CAPTIONS", captions)
         found = masking.scores(sycoca.model, batch, sycoca.encode(batch), MaskSettings(similarity=similar))
@@ -60,14 +45,14 @@ def test_scores(method: str, similar: Literal["cosine", "dot"], monkeypatch: pyt
 def test_scores_by_the_class_token(method: str) -> None:
     """s_i = <v_i, w_cls> as a cosine (section 3.3), of the class token alone; without one, of the end token."""
     for cls in (True, False):
-        sycoca = made(method, {"class_token": cls, "similar_to": "class"})
-        model, batch = sycoca.model, pairs(sycoca.model, CAPTIONS)
+        sycoca = literal.made(method, {"class_token": cls, "similar_to": "class"})
+        model, batch = sycoca.model, literal.pairs(sycoca.model, literal.CAPTIONS)
         measured = masking.scores(model, batch, sycoca.encode(batch), MaskSettings(similar_to="class"))
         token = model.config.text.special["cls" if cls else "end"]
-        for n, ids in enumerate(captions_of(batch.texts)):
-            word = model.head.pooling.project_text_tokens(text_tokens(ids, model)[ids.index(token)])
+        for n, ids in enumerate(literal.captions_of(batch.texts)):
+            word = model.head.pooling.project_text_tokens(literal.text_tokens(ids, model)[ids.index(token)])
             image = model.normalise(batch.images)[batch.image_of_text[n]]
-            patches = model.head.pooling.project_image_tokens(image_tokens(image, model)[-16:])
+            patches = model.head.pooling.project_image_tokens(literal.image_tokens(image, model)[-16:])
             expected = torch.nn.functional.cosine_similarity(patches, word, dim=1).detach()
             torch.testing.assert_close(measured[n], expected, rtol=1e-10, atol=1e-12)
 
@@ -100,20 +85,20 @@ def test_how_many(share: float, n: int) -> None:
 def expected(learner: Any, batch: Batch, said: dict[str, Any]) -> Tensor:
     """Eq. 5 and 6, the mean over pixels: one caption (or image) after the other."""
     model, found, n_hidden = learner.model, [], round(16 * said.get("mim_share", 0.5))
-    images, noise = inputs(model, batch), uniform(batch.seeds, "mim.mask", 16)
+    images, noise = literal.inputs(model, batch), uniform(batch.seeds, "mim.mask", 16)
     of_tokens = said.get("mim_target") == "tokens"
     guided, random = said.get("guide", "text") == "text", said.get("mim_mask") == "random"
     rows = range(len(batch)) if random and not guided else range(len(batch.texts))
     for n in rows:
         i = n if random and not guided else int(batch.image_of_text[n])
         with torch.no_grad():
-            scored = noise[i].tolist() if random else attentive(learner, batch, n)
-        hidden = highest(scored, n_hidden)
-        seen = image_tokens(images[i], model, hidden, said.get("mim_op", "token"))
-        words = text_tokens(captions_of(batch.texts)[n], model) if guided else None
-        painted = pixels(seen, words, model, hidden)
+            scored = noise[i].tolist() if random else literal.attentive(learner, batch, n)
+        hidden = literal.highest(scored, n_hidden)
+        seen = literal.image_tokens(images[i], model, hidden, said.get("mim_op", "token"))
+        words = literal.text_tokens(literal.captions_of(batch.texts)[n], model) if guided else None
+        painted = literal.pixels(seen, words, model, hidden)
         for place in hidden:
-            target = images[i][1 + place] if of_tokens else patch(images[i], place, 8).flatten()
+            target = images[i][1 + place] if of_tokens else literal.patch(images[i], place, 8).flatten()
             if said.get("norm_pix") or of_tokens:
                 target = (target - target.mean()) / (target.var() + 1e-6) ** 0.5
             found.append((painted[place] - target).abs().mean())
@@ -133,9 +118,9 @@ def expected(learner: Any, batch: Batch, said: dict[str, Any]) -> Tensor:
 )
 def test_masked_images(said: dict[str, Any]) -> None:
     """Value and every gradient; test_towers has that no pixel of a masked patch is seen, by any stem."""
-    sycoca = made("sycoca", said)
-    batch = pairs(sycoca.model, CAPTIONS)
-    assert_equal(sycoca, term(sycoca, "mim", batch), expected(sycoca, batch, said))
+    sycoca = literal.made("sycoca", said)
+    batch = literal.pairs(sycoca.model, literal.CAPTIONS)
+    literal.assert_equal(sycoca, literal.term(sycoca, "mim", batch), expected(sycoca, batch, said))
 
 
 ON_TRUNK = {"trunk": TrunkConfig(name="tiny", width=WIDTH, prefix=1, grid=4)}
@@ -148,13 +133,13 @@ ON_TRUNK = {"trunk": TrunkConfig(name="tiny", width=WIDTH, prefix=1, grid=4)}
 def test_masked_tokens_of_a_frozen_trunk(said: dict[str, Any]) -> None:
     """Value and every gradient; the targets have none. Pixels and their tokens teach alike."""
     said = {"mim_target": "tokens", **said}
-    sycoca = made("sycoca", said, small(**ON_TRUNK))
-    raw = pairs(sycoca.model, CAPTIONS)
+    sycoca = literal.made("sycoca", said, literal.small(**ON_TRUNK))
+    raw = literal.pairs(sycoca.model, literal.CAPTIONS)
     with pytest.raises(ValueError, match="tiny"):  # which the run trains
-        term(sycoca, "mim", sycoca.above_trunks(raw))
+        literal.term(sycoca, "mim", sycoca.above_trunks(raw))
     sycoca.model.image_tower.get_submodule("trunk").requires_grad_(False)
     batch = sycoca.above_trunks(raw)
-    assert_equal(sycoca, term(sycoca, "mim", batch), expected(sycoca, batch, said))
+    literal.assert_equal(sycoca, literal.term(sycoca, "mim", batch), expected(sycoca, batch, said))
     assert batch.images.shape == (4, 17, WIDTH)
     assert torch.equal(*(backward(sycoca, [of])["mim"] for of in (raw, batch)))
 
@@ -163,12 +148,12 @@ def report(
     method: str, said: dict[str, Any], done: float, micro: int = 1
 ) -> tuple[dict[str, Any], list[int], list[int]]:
     """The losses where a share of the run is done, and how many rows each pass of the image and the text tower has."""
-    sycoca = made(method, said)
+    sycoca = literal.made(method, said)
     sycoca.done = done
     passes: tuple[list[int], list[int]] = ([], [])
     for tower, rows in zip((sycoca.model.image_tower, sycoca.model.text_tower), passes, strict=True):
         tower.register_forward_hook(lambda *args, rows=rows: rows.append(len(args[-1])))
-    return backward(sycoca, pairs(sycoca.model, CAPTIONS).split(micro)), *passes
+    return backward(sycoca, literal.pairs(sycoca.model, literal.CAPTIONS).split(micro)), *passes
 
 
 @pytest.mark.parametrize(
@@ -198,8 +183,8 @@ def test_what_is_not_computed_is_as_of_weight_0() -> None:
     """A parameter without a gradient is updated as one whose gradient is zero, with the same state."""
     found = []
     for filled in (False, True):
-        sycoca = made("sycoca", WINDOW)
-        backward(sycoca, [pairs(sycoca.model, CAPTIONS)])
+        sycoca = literal.made("sycoca", WINDOW)
+        backward(sycoca, [literal.pairs(sycoca.model, literal.CAPTIONS)])
         for p in sycoca.parameters():
             p.grad = torch.zeros_like(p) if filled and p.grad is None else p.grad
         optimizer = Optimizer(sycoca, OptimConfig(name="muon", lr=1e-2, weight_decay=0.1), 4)
@@ -214,7 +199,7 @@ def test_what_is_not_computed_is_as_of_weight_0() -> None:
 
 def test_all_weights_start_with_one_deviation() -> None:
     """Section 4.1: "a Gaussian distribution with a mean of 0 and a standard deviation of 0.01"; norms stay 1."""
-    for name, p in build(replace(small(), init_std=0.01), preset("sycoca")).named_parameters():
+    for name, p in build(replace(literal.small(), init_std=0.01), preset("sycoca")).named_parameters():
         p = p.detach()
         if p.dim() > 1 or name.endswith("token"):
             assert float(p.square().mean().sqrt()) == pytest.approx(0.01, rel=0.35 if p.numel() < 200 else 0.15), name
