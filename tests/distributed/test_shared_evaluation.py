@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from commands import torchrun
+from folders import model_folder
 from kiloword.api import Matcher
 from kiloword.apps.mine.search import search
-from kiloword.config.recipes import ModelFile
 from kiloword.data.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import collectives
@@ -30,7 +30,6 @@ from kiloword.generation.options import GenerationOptions
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.models.build import build
-from kiloword.models.model_folder import save_model
 from kiloword.stores.embed import embed
 from kiloword.stores.features import FeatureStore
 from kiloword.stores.teachers import KilowordTeacher as Teacher
@@ -177,10 +176,7 @@ def test_every_task_and_file_over_three_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_commands_over_ranks(tmp_path: Path) -> None:
     """The first rank alone speaks, and one sentence ends all."""
-    model, data = tmp_path / "model", "scenes:test?n=22"
-    save_model(model, matcher("coca").model, matcher("coca").tokenizer, ModelFile(
-        method="coca", settings={}, model=matcher("coca").model.config
-    ))  # fmt: skip
+    model, data = model_folder(tmp_path / "model", "coca"), "scenes:test?n=22"
     words = ["eval", "retrieval", model, "--data", data, "--batch", 4]
     one, two = torchrun(1, *words), torchrun(2, *words)
     assert one.returncode == two.returncode == 0, two.stderr[-3000:]

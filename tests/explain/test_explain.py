@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from folders import model_folder
 from kiloword.api import Matcher
 from kiloword.cli.main import main
-from kiloword.config.recipes import HeadConfig, ImageConfig, ModelConfig, ModelFile, sizes
+from kiloword.config.recipes import HeadConfig, ImageConfig, ModelConfig, sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.explain.maps import Explanation, attentions, probabilities, token_maps
 from kiloword.explain.plane import STDS, outline, project
@@ -27,7 +28,6 @@ from kiloword.model.attention import Packing
 from kiloword.model.decoder import TextDecoder
 from kiloword.model.image import unfold
 from kiloword.models.build import build
-from kiloword.models.model_folder import save_model
 from kiloword.types import Texts
 from tars import draw, noise_batch
 
@@ -270,15 +270,9 @@ def test_what_models_can_show() -> None:
             ask()
 
 
-def saved(folder: Path, method: str) -> str:
-    model = matcher(method, config("mean" if method == "prolip" else "cls", extra_tokens=0, depth=1))
-    save_model(folder, model.model, TOKENIZER, ModelFile(method=method, settings={}, model=model.model.config))
-    return str(folder)
-
-
 def test_pages_of_a_model_and_of_a_plane(tmp_path: Path) -> None:
     images = [str(draw(tmp_path / "a.jpg", 0, 70, 50)), str(draw(tmp_path / "b" / "a.png", 1, 30, 90))]
-    sycoca, prolip, clip = (saved(tmp_path / method, method) for method in ("sycoca", "prolip", "clip"))
+    sycoca, prolip, clip = (str(model_folder(tmp_path / method, method)) for method in ("sycoca", "prolip", "clip"))
     texts = ["--texts", "a <b>", "two"]
     main(["score", sycoca, "--images", *images, *texts, "--explain", str(tmp_path / "out")])
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"a-1.html", "a-2.html"}
