@@ -149,17 +149,6 @@ def test_tokens(folder: Path, name: str) -> None:
     assert open_source(str(folder / name)).record(0).image == photo()
 
 
-def test_the_csv_of_flickr(folder: Path) -> None:
-    (folder / "results.csv").write_text(
-        "image_name| comment_number| comment\n"
-        f'{FILES[0]}| 0| a dog, "running"\n{FILES[0]}| 1| a dog\n{FILES[1]}| 0   two cats\n'
-    )
-    found = open_source(f"{folder}/results.csv?image=image_name&caption=comment&images=val2014")
-    assert (found.record(0).captions, len(found)) == (['a dog, "running"', "a dog"], 2)  # and a malformed line
-    (folder / "captions.txt").write_text(f'image,caption\n{FILES[0]},a dog\n{FILES[0]},"a dog, running"\n')
-    assert captions(f"{folder}/captions.txt?images=val2014") == [["a dog", "a dog, running"]]
-
-
 @pytest.mark.parametrize("query", ["", "?annotations=v2_mscoco_val2014_annotations.json&images=val2014"])
 def test_vqa(folder: Path, query: str) -> None:
     src = vqa(folder)
