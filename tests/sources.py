@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from kiloword.apps.mine.corpus import Corpus
+from kiloword.data.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.fff import Mined
 from kiloword.types import BadSample, Batch, Record, Source, Texts
@@ -59,7 +60,9 @@ def decoded(tokenizer: Tokenizer, texts: Texts) -> list[str]:
     return [tokenizer.decode(texts.cut(t, t + 1).ids.tolist()) for t in range(len(texts))]
 
 
-def records(source: Source) -> list[Record]:
+def records(data: Source | str) -> list[Record]:
+    """All rows of a source, or of the data that a name opens."""
+    source = open_source(data) if isinstance(data, str) else data
     return [source.record(row) for row in range(len(source))]
 
 

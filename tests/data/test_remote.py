@@ -28,7 +28,7 @@ from kiloword.data.reading import captions_of, eval_batches, read
 from kiloword.data.remote import Unreachable
 from kiloword.data.sampler import Order
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.types import Record, Source
+from kiloword.types import Source
 from servers import Guarded, Server
 from sources import records
 from tars import pairs, photo, write_tar
@@ -54,10 +54,6 @@ def shards(folder: Path, count: int, rows: int = 6, index: bool = False) -> dict
 
 def served(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-
-
-def everything(src: str) -> list[Record]:
-    return records(open_source(src))
 
 
 def copies(tmp_path: Path) -> list[Path]:
@@ -93,10 +89,10 @@ def test_remote_equals_local_under_every_fault(tmp_path: Path, monkeypatch: pyte
 
 def test_one_process_fetches_for_all(tmp_path: Path) -> None:
     files = shards(tmp_path / "data", 6)
-    expected = everything(str(tmp_path / "data"))
+    expected = records(str(tmp_path / "data"))
     with Server(files) as server, get_context("fork").Pool(8) as pool:
         for times in (1, 2):
-            assert pool.map(everything, [f"{server.url}/{{00..05}}.tar"] * 8) == [expected] * 8
+            assert pool.map(records, [f"{server.url}/{{00..05}}.tar"] * 8) == [expected] * 8
             assert [server.asked[name] for name in files] == [times] * 6
             forget(tmp_path)
 
@@ -151,7 +147,7 @@ def test_many_tars_need_an_index(tmp_path: Path) -> None:
         assert {name for name, count in server.asked.items() if count and name.endswith(".tar")} == {"07.tar"}
         assert open_source(src).record(46) == local.record(46)
         assert (server.asked[INDEX], server.asked["07.tar"]) == (1, 1)
-        assert everything(f"{server.url}/{{03..04}}.tar") == records(local)[18:30]
+        assert records(f"{server.url}/{{03..04}}.tar") == records(local)[18:30]
         with pytest.raises(ValueError, match=r"lacks 2 of 22 tars, the first is 20\.tar.*`kiloword data index FOLDER`"):
             open_source(f"{server.url}/{{00..21}}.tar")
 
@@ -165,8 +161,8 @@ def test_an_index_is_renewed_with_its_tars(tmp_path: Path) -> None:
             source.record(42)
         main(["data", "index", str(tmp_path / "data")])
         server.files = served(tmp_path / "data")
-        again = everything(f"{server.url}/{{00..17}}.tar")
-        assert again == everything(str(tmp_path / "data"))
+        again = records(f"{server.url}/{{00..17}}.tar")
+        assert again == records(str(tmp_path / "data"))
         assert again[42].key == "0700"
 
 
@@ -214,14 +210,14 @@ def test_readers_that_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         src = f"{server.url}/{{00..02}}.tar"
         server.faults.update({name: ["drip"] for name in files})
         for _ in range(2):
-            reader = get_context("fork").Process(target=everything, args=(src,))
+            reader = get_context("fork").Process(target=records, args=(src,))
             reader.start()
             while not copies(tmp_path):
                 time.sleep(0.01)
             os.kill(reader.pid or 0, signal.SIGKILL)
             reader.join()
         server.faults.clear()
-        assert everything(src) == everything(str(tmp_path / "data"))
+        assert records(src) == records(str(tmp_path / "data"))
 
 
 def test_damaged_tars_and_class_data(tmp_path: Path) -> None:
@@ -293,10 +289,10 @@ def test_other_file_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ind
     fs.store.clear()
     for name, content in {**files, "notes.txt": b"no tar"}.items():
         fs.pipe_file(f"/bucket/set/{name}", content)
-    src, expected = "flaky://bucket/set/", everything(str(tmp_path / "data"))
-    assert everything(src) == everything(src + "{00..10}.tar") == expected
+    src, expected = "flaky://bucket/set/", records(str(tmp_path / "data"))
+    assert records(src) == records(src + "{00..10}.tar") == expected
     forget(tmp_path)
-    assert everything(src) == expected
+    assert records(src) == expected
     with pytest.raises(ValueError, match=r"11\.tar"):
         open_source(src + "11.tar")
 

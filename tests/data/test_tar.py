@@ -25,7 +25,7 @@ from kiloword.data.open import open_source
 from kiloword.data.reading import captions_of
 from kiloword.data.sample import MAX_CAPTION
 from kiloword.data.tar import natural
-from kiloword.types import BadSample, LabelSet, NoCaption, Record, Source
+from kiloword.types import BadSample, LabelSet, NoCaption
 from sources import records
 from tars import pairs, photo, write_tar
 
@@ -311,31 +311,27 @@ def test_the_cache_forgets_what_nobody_has_used(tmp_path: Path, data: Path) -> N
     assert {path.name for path in (tmp_path / "cache/rows").iterdir()} & {*ages} == {"b.arrow", "d.kw.tmp"}
 
 
-def everything(src: str | Source) -> list[Record]:
-    return records(open_source(src) if isinstance(src, str) else src)
-
-
 def test_sources_travel_to_processes_which_may_open_them_too(data: Path) -> None:
     with get_context("fork").Pool(4) as pool:
-        first = pool.map(everything, [str(data)] * 8)  # nothing is kept yet
+        first = pool.map(records, [str(data)] * 8)  # nothing is kept yet
         source = open_source(str(data))
         assert len(pickle.dumps(source)) < 2000
-        assert first == pool.map(everything, [source] * 8) == [everything(source)] * 8
+        assert first == pool.map(records, [source] * 8) == [records(source)] * 8
 
 
 def test_an_index_for_others(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is used where the tars lie as they lay when it was made; a part of the set takes its rows from it."""
-    expected = everything(str(data))
+    expected = records(str(data))
     (tmp_path / "file").write_text("")
     for _ in range(2):
         with pytest.MonkeyPatch.context() as patch:  # where no cache can be written, with the index and without
             patch.setenv("KILOWORD_CACHE", str(tmp_path / "file"))
-            assert everything(str(data)) == expected
+            assert records(str(data)) == expected
         assert main("index", str(data)) == 0
     assert str(data / INDEX) in capsys.readouterr().out
     shutil.copytree(data, tmp_path / "moved", copy_function=shutil.copy2)
-    assert everything(str(tmp_path / "moved")) == expected
-    assert everything(f"{tmp_path}/moved/{{1..2}}.tar") == expected[1:6]
+    assert records(str(tmp_path / "moved")) == expected
+    assert records(f"{tmp_path}/moved/{{1..2}}.tar") == expected[1:6]
     assert main("index", "scenes?n=3") == 0
     assert "nothing to index" in capsys.readouterr().out
 
