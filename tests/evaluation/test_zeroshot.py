@@ -19,7 +19,7 @@ from kiloword.api import Matcher
 from kiloword.cli.main import main
 from kiloword.data.classes.names import classnames, prompts, templates, wnids
 from kiloword.data.open import open_source
-from kiloword.evaluation import evaluate, metrics
+from kiloword.evaluation import evaluate
 from kiloword.evaluation.features import OTHER, classes_of
 from kiloword.evaluation.tasks import PromptOptions, ZeroshotTaskOptions
 from kiloword.evaluation.zeroshot import figures
@@ -258,13 +258,8 @@ def test_several_classes_an_image_give_mean_average_precision(matcher: Matcher) 
     sets = [(0, 2), (1,), (), (3, 1, 0), (2,), (3,), (0, 1, 2, 3), (2, 3)]
     source = Photos([LabelSet(indices, 4) for indices in sets] + [None], NAMES)
     values = evaluate(matcher, "zeroshot", source)
-    targets = torch.tensor([[c in indices for c in range(4)] for indices in sets])
-    images = matcher.encode_image([source.record(row).image for row in range(8)])
-    scores = matcher.score(images, matcher.class_features(NAMES, ["{c}"]))
-    expected = metrics.average_precision(scores.T, targets.T.bool()).mean().item()
-    assert values["mean_average_precision"] == pytest.approx(expected, abs=1e-9)
-    assert values["skipped"] == 1
-    assert sum(name.startswith("average_precision@") for name in values) == 4
+    each = [value for name, value in values.items() if name.startswith("average_precision@")]
+    assert (len(each), np.mean(each), values["skipped"]) == (4, pytest.approx(values["mean_average_precision"]), 1)
     shuffled = evaluate(matcher, "zeroshot", source, classnames=["blue star", "cat", "dog", "red circle"])
     assert shuffled["mean_average_precision"] == pytest.approx(values["mean_average_precision"], abs=1e-9)
     with pytest.raises(ValueError, match="one class"):

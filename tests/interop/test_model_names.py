@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
 
 import kiloword
 from cases import mostly_slow
 from commands import refused
 from folders import model_folder, word_pieces
-from kiloword.cli.main import main
 from kiloword.config.recipes import sizes
 from kiloword.interop import names
 from kiloword.interop.hf_clip import import_folder
@@ -121,21 +119,6 @@ def test_a_name_that_holds_in_every_directory(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert names.absolute(name) == expected.format(tmp_path)
-
-
-@pytest.mark.slow
-def test_every_door_takes_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = save(of_transformers("CLIP"), tmp_path / "clip")
-    Image.fromarray(np.zeros((40, 40, 3), np.uint8)).save(tmp_path / "a.png")
-    name = f"hf:{folder}"
-    main(["score", name, "--images", str(tmp_path / "a.png"), "--texts", "a dog", "a cat"])
-    main(["classify", name, "--images", str(tmp_path / "a.png"), "--classes", "dog", "cat"])
-    main(["eval", "retrieval", name, "--data", "scenes:test?n=8"])
-    words = f"--data scenes?n=64 --out {tmp_path / 'run'} --steps 1 --batch 4 --precision fp32".split()
-    main(["train", "clip", "--init", name, *words, "--workers", "0"])
-    printed = capsys.readouterr().out
-    assert "image_retrieval_recall@1" in printed
-    assert kiloword.load(tmp_path / "run").model.config.head.dim == 24
 
 
 def test_a_hub_is_asked_only_by_its_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
