@@ -217,32 +217,23 @@ def test_runs_that_are_refused(
     assert not list(out.glob("*"))
 
 
-def a_model(folder: Path, method: str, **settings: Any) -> tuple[Model, Learner, Tokenizer]:
-    config, tokenizer = with_text_tower(sizes()["debug"], f"hf:{folder}"), tokenizer_of(f"hf:{folder}")
-    config = replace(config, text=replace(config.text, vocab=tokenizer.vocab, special=tokenizer.roles.ids()))
-    model = build(config, preset(method, settings), seed=1)
-    text_towers.load(trunk_of(model), f"hf:{folder}")
-    learner = Learner(model.double(), preset(method, settings))
-    trunk_of(model).requires_grad_(False)
-    return model, learner.double(), tokenizer
-
-
-def a_batch(model: Model, tokenizer: Tokenizer) -> Batch:
-    words = ["a red circle", "large green square left of the blue one", "small", "two red squares and a circle"]
-    texts = tokenizer.encode([*words, "of", "blue"], model.config.text)
-    images = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    places = torch.arange(4)
-    return Batch(images, texts, torch.tensor([0, 0, 1, 2, 3, 3]), places, places, torch.zeros(4).bool())
-
-
 @pytest.mark.parametrize("method", ["siglip", "llip", "prolip", "siglip+gaussian+mim"])
 def test_a_step_of_a_method(folder: Path, method: str) -> None:
     """Gradients above the trunk alone, the same with micro-batches and with tokens that were computed before.
 
     Those tokens are of whole captions: words that a method hides are hidden above the trunk.
     """
-    model, learner, tokenizer = a_model(folder, method)
-    batch, gradients = a_batch(model, tokenizer), []
+    config, tokenizer = with_text_tower(sizes()["debug"], f"hf:{folder}"), tokenizer_of(f"hf:{folder}")
+    config = replace(config, text=replace(config.text, vocab=tokenizer.vocab, special=tokenizer.roles.ids()))
+    model = build(config, preset(method), seed=1)
+    text_towers.load(trunk_of(model), f"hf:{folder}")
+    learner = Learner(model.double(), preset(method)).double()
+    trunk_of(model).requires_grad_(False)
+    words = ["a red circle", "large green square left of the blue one", "small", "two red squares and a circle"]
+    texts = tokenizer.encode([*words, "of", "blue"], model.config.text)
+    images = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    places, gradients = torch.arange(4), []
+    batch = Batch(images, texts, torch.tensor([0, 0, 1, 2, 3, 3]), places, places, torch.zeros(4).bool())
     cached = replace(batch, texts=model.with_tokens(batch.texts))
     for parts in ([batch], batch.split(2), cached.split(2)):
         learner.zero_grad()
