@@ -1,10 +1,9 @@
-"""Labelled images as class folders and as tars, and photos with a tree of their classes."""
+"""Labelled images of scenes, and photos with a tree of their classes."""
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 from PIL import Image
 
 from kiloword.data.open import open_source
-from tars import write_tar
 
 NODES = {
     "0": {"name": "thing", "parent": None},
@@ -36,28 +34,6 @@ def drawn(src: str) -> tuple[list[tuple[bytes, int]], list[str]]:
         images.append((out.getvalue(), record.label))
     names: list[str] = source.classnames  # type: ignore[attr-defined]
     return sorted(images, key=lambda pair: names[pair[1]]), names
-
-
-def class_folders(root: Path, images: list[tuple[bytes, int]], names: list[str]) -> str:
-    for row, (image, label) in enumerate(images):
-        folder = root / "folders" / names[label].replace(" ", "_")
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{row:04}.png").write_bytes(image)
-    return str(root / "folders")
-
-
-def tar(root: Path, images: list[tuple[bytes, int]], names: list[str]) -> str:
-    members: list[tuple[str, bytes]] = []
-    for row, (image, label) in enumerate(images):
-        members += [(f"{row:04}.png", image), (f"{row:04}.cls", str(label).encode())]
-    write_tar(root / "tars" / "0.tar", members)
-    (root / "tars" / "classnames.txt").write_text("\n".join(names))
-    return str(root / "tars")
-
-
-FORMS: dict[str, Callable[[Path, list[tuple[bytes, int]], list[str]], str]] = {
-    form.__name__: form for form in (class_folders, tar)
-}
 
 
 def write_photos(folder: Path) -> Path:
