@@ -6,16 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
-from torch import Tensor
 
 import kiloword
 from commands import refused, said
 from folders import model_folder
 from kiloword.cli.main import main
-from kiloword.model.heads import Single, unit
-from kiloword.types import Features
 
 NAMES = ["circle", "square", "star"]
 BAD = "bad\x1b.png"
@@ -122,25 +118,3 @@ def test_refused_before_anything_is_printed(
     assert (end.value.code, output.out) == (2, "")
     assert says in output.err
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
-
-
-class PowerMean(Single):
-    """Reads the patches, by another mean."""
-
-    def image(self, tokens: Tensor) -> Features:
-        patches = tokens[:, self.image_pool.extra :]
-        return {"vec": unit(self.project_image_tokens(patches.pow(3).mean(1)))}
-
-
-def test_maps_of_a_pooling_of_patches_are_the_falls_of_its_score(place: Path) -> None:
-    model, captions = kiloword.load(place / "clip"), ["a red circle", "two blue squares"]
-    own = PowerMean(model.model.config)
-    own.load_state_dict(model.model.head.pooling.state_dict())  # type: ignore[attr-defined]
-    model.model.head.pooling = own
-    pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    found, texts = model.explain(pixels, captions), model.encode_text(captions)
-    with torch.no_grad():
-        tokens = model.model.image_tokens(pixels)
-        tokens[:, -1] = tokens[:, own.image_pool.extra :].mean(1)
-        without = own.image(tokens)["vec"] @ texts["vec"].T
-    torch.testing.assert_close(found.maps[..., -1], found.scores - without, atol=1e-6, rtol=1e-4)

@@ -91,6 +91,7 @@ def test_rows_say_where_the_run_stands(run: Path) -> None:
         assert 100 < row["memory"] < 100_000  # MB
         assert row["gradient_norm"] > 0
     assert [row["captions"] for row in rows] == [32, 32, 32, 32, 16]
+    assert [row["epoch"] for row in rows] == [0.5, 1, 1.5, 2, 2.25]  # 72 rows are four batches and a remainder
     head = load_file(run / "model" / "model.safetensors")
     assert rows[-1]["scale"] == pytest.approx(float(head["head.log_scale"].exp()), rel=1e-6)
     assert rows[-1]["bias"] == pytest.approx(float(head["head.bias"]), rel=1e-6)
