@@ -2,51 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-
 import pytest
 
-from kiloword.api import Matcher
-from kiloword.config.recipes import sizes
-from kiloword.data.map_style import MapStyleSource
-from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.errors import LeftOut, sentence_of
-from kiloword.evaluation import evaluate
-from kiloword.generation.captioner import Captioner
-from kiloword.generation.command import write_captions
-from kiloword.generation.options import GenerationOptions
-from kiloword.methods.registry import preset
-from kiloword.models.build import build
-from tars import noise
-
-
-@cache
-def matcher(method: str = "siglip") -> Matcher:
-    words = Tokenizer.train(["a b c d"] * 3, 270)
-    return Matcher(build(sizes()["debug"], preset(method), seed=0), words, preset(method))
-
-
-def captioner(method: str) -> Captioner:
-    return Captioner(matcher(method).model, matcher(method).tokenizer)
-
-
-GOOD = MapStyleSource([(noise(8, 8, row), f"caption {row}") for row in range(3)])
-BROKEN = MapStyleSource([(b"broken", "x")] * 3)
-OPTIONS = GenerationOptions()
-REFUSED: dict[str, Callable[[], object]] = {
-    "none of its 3 rows": lambda: evaluate(matcher(), "retrieval", BROKEN),
-    "--batch is 0": lambda: write_captions(captioner("coca"), GOOD, "none", OPTIONS, batch=0),
-    "longest is 40": lambda: captioner("coca").check(GenerationOptions(longest=40)),
-    "questions": lambda: captioner("vqa").check(OPTIONS),
-    "num is 0": lambda: captioner("coca").check(GenerationOptions(num=0)),
-}
-
-
-@pytest.mark.parametrize("says", REFUSED)
-def test_what_cannot_be_is_refused(says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        REFUSED[says]()
 
 
 @pytest.mark.parametrize(

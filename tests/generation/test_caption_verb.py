@@ -184,10 +184,12 @@ def test_bad_rows_are_counted_and_named_and_keys_may_repeat(
     [
         ("model", "--method greedy --num 2", "--num"),
         ("model", "--longest 999", "text tower"),
+        ("model", "--batch 0", "--batch"),
         ("model", "--data {root}/photos", "1 rows"),
         ("model", "--out {root}/c.csv", "parquet"),
         ("{root}/none", "", "none"),
         ("{root}/clip", "", "decoder"),
+        ("{root}/vqa", "", "questions"),
         ("hf:{root}", "", "save_pretrained"),
         ("hf:{root}/hf", "", "kiloword[hf]"),
     ],
@@ -196,8 +198,8 @@ def test_refusals(
     captioner: str, words: str, word: str, model: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    if captioner.endswith("clip"):
-        model_folder(tmp_path / "clip", "clip")
+    if captioner in ("{root}/clip", "{root}/vqa"):
+        model_folder(tmp_path / captioner[7:], captioner[7:])
     for name in ("hf", "photos"):
         (tmp_path / name).mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
