@@ -117,19 +117,8 @@ def test_no_verb_uses_such_weights(tmp_path: Path, capsys: pytest.CaptureFixture
         kiloword.load(model)
 
 
-LARGEST = {
-    "lr": 100.0,
-    "muon_lr": 100.0,
-    "weight_decay": 100.0,
-    "muon_weight_decay": 100.0,
-    "eps": 1.0,
-    "clip": 0.0,
-    "final_lr": 100.0,
-    "explode": 0.0,
-    "scale_lr": 1e4,
-    "text_lr": 1e4,
-    "ema": 1.0,
-}
+LARGEST = dict.fromkeys(("lr", "muon_lr", "weight_decay", "muon_weight_decay", "final_lr"), 100.0)
+LARGEST |= {"scale_lr": 1e4, "text_lr": 1e4, "eps": 1.0, "ema": 1.0, "clip": 0.0, "explode": 0.0}
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,6 @@ def test_a_run_starts_from_a_model_and_joins_captions(tmp_path: Path) -> None:
         ({"image": "a.png"}, {}, "a dict"),
         ([{"image": "a.png"}], {}, "the columns image"),
         (PAIRS, {"stpes": 3}, "--stpes"),
-        (PAIRS, {"steps": "many"}, "--steps"),
         (PAIRS, {"optim": {"name": "sgd"}}, "--optim.name"),
         (PAIRS, {"steps": 0}, "--steps 0"),
         (PAIRS, {"method": "siglop"}, "siglip"),
