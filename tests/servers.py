@@ -33,15 +33,11 @@ class Server:
     (200 and other content), redirect, and any status, such as "500" or "429:0.2" (Retry-After).
     """
 
-    def __init__(
-        self, files: dict[str, bytes], ranges: bool = True, etag: Callable[[bytes], str] | None = None
-    ) -> None:
-        self.files, self.ranges, self.etag = dict(files), ranges, etag
-        self.headers: dict[str, str] = {}
+    def __init__(self, files: dict[str, bytes], etag: Callable[[bytes], str] | None = None) -> None:
+        self.files, self.etag = dict(files), etag
         self.faults: dict[str, list[str]] = defaultdict(list)
         self.always: dict[str, str] = {}
         self.asked: Counter[str] = Counter()  # requests for a path, but for those that ask how long it is
-        self.sent = 0  # bytes of bodies
         self.lock, self.over = threading.Lock(), threading.Event()
         server = self
 
@@ -94,11 +90,11 @@ class Server:
             self._send(request, content if fault != "page" else b"<html>try later</html>", span, fault)
 
     def _send(self, request: Any, content: bytes, span: str | None, fault: str) -> None:
-        headers = {"Last-Modified": "Mon, 05 Oct 2026 07:28:00 GMT"} | self.headers
+        headers = {"Last-Modified": "Mon, 05 Oct 2026 07:28:00 GMT"}
         if self.etag:
             headers["ETag"] = self.etag(content)
         status, body = 200, content
-        if span and self.ranges and fault != "page":
+        if span and fault != "page":
             first, last = (int(n) for n in span.removeprefix("bytes=").split("-"))
             status, body = 206, content[first : last + 1]
             headers["Content-Range"] = f"bytes {first}-{first + len(body) - 1}/{len(content)}"
@@ -127,8 +123,6 @@ class Server:
     def _write(self, request: Any, raw: bytes) -> None:
         request.wfile.write(raw)
         request.wfile.flush()
-        with self.lock:
-            self.sent += len(raw)
 
     def _head(self, request: Any, status: int, headers: dict[str, str]) -> None:
         request.send_response_only(status)
