@@ -1,4 +1,4 @@
-"""Folders of models and of encoders of texts, as kiloword and transformers write them, that no training made."""
+"""Models and encoders of texts that no training made, and their folders as kiloword and transformers write them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 
+from kiloword.api import Matcher
 from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.registry import preset
@@ -53,6 +54,12 @@ DISTIL: dict[str, Any] = {
     "max_position_embeddings": 40,
     "activation": "gelu",
 }
+
+
+def matcher(method: str = "siglip", seed: int = 0) -> Matcher:
+    """A fresh model of size "debug" with a small tokenizer."""
+    made = preset(method)
+    return Matcher(build(made.shape(sizes()["debug"]), made, seed), Tokenizer.train(CAPTIONS, 300))
 
 
 def model_folder(

@@ -1,7 +1,8 @@
-"""Class data in experiments: its judge by captions of the tree, noisy prompts of its classes, phrases of captions."""
+"""Class data in experiments: its judge by captions of the tree, noisy prompts and their table, phrases of captions."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,21 +10,20 @@ import pytest
 import torch
 
 from class_data import ANIMAL, CAR, CAT, DOG, write_photos
-from kiloword.api import Matcher
-from kiloword.config.recipes import DataConfig, Recipe, sizes
-from kiloword.data.text.tokenizer import Tokenizer
+from folders import matcher, model_folder
+from kiloword.config.recipes import DataConfig, Recipe
+from kiloword.data.open import open_source
+from kiloword.data.scenes.captions import parse
+from kiloword.data.scenes.world import TASKS
 from kiloword.evaluation.prompts import Prompts
-from kiloword.methods.registry import preset
-from kiloword.models.build import build
-from research import classes
+from research import bprw, classes
 from research.classes import tree_of
-from research.phrases import phrases, runs
+from research.phrases import phrases
 from research.prompts import nearest, noisy
 
 
 def test_a_photo_counts_where_the_caption_of_its_class_is_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    method = preset("siglip")
-    matcher = Matcher(build(sizes()["debug"], method, seed=0), Tokenizer.train([DOG, CAT, CAR], 300), method)
+    model = matcher()
     photos = write_photos(tmp_path / "data" / "photos")
     best = torch.tensor([0] * 12 + [2, 1] * 6 + [0] * 12)  # of dogs all are right, of cats half, of cars none
     shown = iter([best])
@@ -32,9 +32,9 @@ def test_a_photo_counts_where_the_caption_of_its_class_is_best(tmp_path: Path, m
         assert len(texts["vec"]) == 3
         return torch.nn.functional.one_hot(next(shown)[: len(images)], 3)
 
-    monkeypatch.setattr(matcher, "score", score)
+    monkeypatch.setattr(model, "score", score)
     options = classes.ClassOptions(out=tmp_path, data=str(photos), val=str(photos), level=2)
-    judged = classes.classified(options, matcher)
+    judged = classes.classified(options, model)
     assert judged["top1"] == 0.5
     np.testing.assert_array_equal(judged["outcomes"], [1] * 12 + [0, 1] * 6 + [0] * 12)
 
@@ -64,15 +64,6 @@ def test_the_nearest_prompt_of_a_class_is_that_of_its_own() -> None:
     assert torch.equal(nearest(asked, photos)["vec"], texts[[1, 2]])
 
 
-def test_runs_end_at_function_words_and_punctuation() -> None:
-    assert runs("A brown Dog runs on the wet sand, barking loudly.") == [
-        ["brown", "dog", "runs"],
-        ["wet", "sand"],
-        ["barking", "loudly"],
-    ]
-    assert runs("The and of") == []
-
-
 def test_a_phrase_is_true_of_every_photo_with_a_caption_that_has_it() -> None:
     captions = [
         ["A brown dog on wet sand .", "the brown dog"],
@@ -88,3 +79,31 @@ def test_a_phrase_is_true_of_every_photo_with_a_caption_that_has_it() -> None:
         "wet sand": [0, 2],
     }
     assert made.of_at_most(1).texts == ["large brown dog", "long row"]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_noisy_prompts_are_right_and_wrong_as_their_kind_says(task: str) -> None:
+    source = open_source(f"scenes:test?task={task}&n=60")
+    labels = torch.tensor([source.record(row).label for row in range(60)])
+    prompts = bprw.noisy(task)
+    assert list(prompts) == list(TASKS[task].classnames)
+    for c, own in enumerate(prompts.values()):
+        kinds = [kind for _, kind in own]
+        assert [kinds.count(kind) for kind in bprw.KINDS] == [4, 3, 2, 1]
+        output = [prompt for prompt, kind in own if kind != "negated"]
+        assert all(parse(prompt) is not None for prompt in output)
+        true = torch.from_numpy(source.relevance(output, range(60)))  # type: ignore[attr-defined]  # [prompts, 60]
+        assert (true[:4] == (labels == c)).all()
+        assert not true[4:7, labels == c].any()
+        assert (true[7:] != (labels == c)).any(1).all()
+
+
+def test_the_experiment_of_noisy_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, numbers = model_folder(tmp_path / "prolip" / "model", "prolip"), tmp_path / "numbers.json"
+    words = ["--tasks", "fill", "--n", "40", "--draws", "2", "--json", str(numbers)]
+    bprw.main(["--model", str(model), *words])
+    output = capsys.readouterr().out
+    draws = json.loads(numbers.read_text())["prolip"]["fill"]
+    mean = sum(found["bprw, K = 5"]["acc1"] for found in draws) / 2
+    assert f"| bprw, K = 5 | {mean:.3f} |" in output
+    assert draws[0]["uniform"]["right"] == pytest.approx(0.1)

@@ -1,9 +1,11 @@
-"""The bootstrap that decides claims, and the verdicts of its intervals."""
+"""The bootstrap that decides claims, the verdicts of its intervals, and measures of the toy figure of inclusion."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,8 @@ import torch
 
 from kiloword.evaluation.retrieval import retrieval
 from kiloword.model.heads import unit
-from research.evidence import Claim, Correlation, Effect, Gain, decided, effect, packed, recall_by_image, unpacked
+from research.evidence import Claim, Effect, decided, effect, packed, recall_by_image, unpacked
+from research.prolip_toy import NAMED, main, measured
 
 
 def test_the_interval_covers_the_difference_as_often_as_it_says() -> None:
@@ -41,35 +44,20 @@ def test_pairing_removes_what_both_arms_share() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "verdict"),
+    ("found", "least", "verdict"),
     [
-        (Effect(0.03, 0.01, 0.05), "shown"),
-        (Effect(0.005, 0.001, 0.009), "refuted"),  # there, but smaller than claimed
-        (Effect(-0.02, -0.04, 0.0), "refuted"),
-        (Effect(0.005, 0.001, 0.02), "undecided"),
-        (Effect(0.02, -0.01, 0.05), "undecided"),
+        (Effect(0.03, 0.01, 0.05), 0.01, "shown"),
+        (Effect(0.005, 0.001, 0.009), 0.01, "refuted"),  # there, but smaller than claimed
+        (Effect(-0.02, -0.04, 0.0), 0.01, "refuted"),
+        (Effect(0.005, 0.001, 0.02), 0.01, "undecided"),
+        (Effect(0.02, -0.01, 0.05), 0.01, "undecided"),
+        (Effect(-0.002, -0.008, 0.004), -0.01, "shown"),  # a loss that is allowed must hold the whole interval
+        (Effect(-0.002, -0.012, 0.008), -0.01, "undecided"),
+        (Effect(-0.03, -0.04, -0.02), -0.01, "refuted"),
     ],
 )
-def test_a_verdict_needs_the_effect_and_the_interval(found: Effect, verdict: str) -> None:
-    assert found.verdict(0.01) == verdict
-
-
-def test_a_loss_that_is_allowed_must_hold_the_whole_interval() -> None:
-    assert Effect(-0.002, -0.008, 0.004).verdict(-0.01) == "shown"
-    assert Effect(-0.002, -0.012, 0.008).verdict(-0.01) == "undecided"
-    assert Effect(-0.03, -0.04, -0.02).verdict(-0.01) == "refuted"
-
-
-def test_a_gain_is_the_difference_of_two_differences() -> None:
-    def rows(mean: float) -> list[dict[str, Any]]:
-        shared = [np.random.default_rng(s).normal(size=200) for s in range(3)]
-        return [{"seed": s, "metrics": {"outcomes": packed(mean + shared[s])}} for s in range(3)]
-
-    runs = {"a": rows(0.5), "b": rows(0.3), "c": rows(0.45), "d": rows(0.4)}
-    gain = Gain(says="it is more", arm="a", rival="b", other="c", other_rival="d")
-    assert str(decided(gain, runs)).startswith("it is more: a over b, less c over d +0.15")
-    assert str(decided(gain, runs)).endswith("shown.")
-    assert "d []" in str(decided(gain, {name: runs[name] for name in "abc"}))
+def test_a_verdict_needs_the_effect_and_the_interval(found: Effect, least: float, verdict: str) -> None:
+    assert found.verdict(least) == verdict
 
 
 def test_a_claim_is_decided_against_the_best_rival_on_the_same_seeds() -> None:
@@ -107,16 +95,31 @@ def test_outcomes_of_images_have_the_recall_as_their_mean() -> None:
     np.testing.assert_allclose(unpacked(packed(outcomes)), outcomes, atol=1 / 500)
 
 
-def test_a_correlation_needs_its_mean_and_its_interval() -> None:
-    """Of 60 texts, whose uncertainties follow the number of images that they are true of, up to noise."""
+# The toy figure of inclusion
 
-    def rows(noise: float) -> dict[str, list[dict[str, Any]]]:
-        rng, counts = np.random.default_rng(0), np.repeat(np.arange(20.0), 3)
-        values = [np.stack([counts + noise * rng.normal(size=60), counts], 1).tolist() for _ in range(3)]
-        return {"new": [{"seed": s, "metrics": {"generality": values[s]}} for s in range(3)]}
 
-    claim = Correlation(says="it follows", arm="new", least=0.8, above=0.7)
-    assert str(decided(claim, rows(1.0))).endswith("least 0.8: shown.")
-    assert str(decided(claim, rows(20.0))).endswith("least 0.8: refuted.")
-    assert str(decided(claim, rows(4.8))).endswith("least 0.8: undecided.")
-    assert decided(claim, {}) == "it follows: not decided yet (seeds finished: new [])."
+def printed_inc(mean_1: float, std_1: float, mean_2: float, std_2: float) -> float:
+    """Eq. 3 as it is printed."""
+    v1, v2 = std_1**2, std_2**2
+    a, b, c = 1 / v1 + 1 / (2 * v2), 2 * mean_1 / v1 + mean_2 / v2, mean_1**2 / v1 + mean_2**2 / (2 * v2)
+    return -2 * math.log(v1) - math.log(v2) - 0.5 * math.log(a) + b**2 / (4 * a) - c
+
+
+@pytest.mark.parametrize("pair", [*NAMED.values(), (0.3, 0.7, -1.1, 2.0)])
+def test_measures_are_those_of_the_paper(pair: tuple[float, float, float, float]) -> None:
+    values = measured(*pair)
+    assert values.inc == pytest.approx(printed_inc(*pair))
+    assert values.h == pytest.approx(printed_inc(*pair) - printed_inc(*pair[2:], *pair[:2]), abs=1e-9)
+    x = np.linspace(-30, 30, 60_001)
+    p1, p2 = (np.exp(-0.5 * ((x - m) / s) ** 2) / (s * math.sqrt(2 * math.pi)) for m, s in (pair[:2], pair[2:]))
+    constant = 0.5 * math.log(math.pi) - 1.5 * math.log(2 * math.pi)
+    assert values.inc_exact + constant == pytest.approx(math.log(np.trapezoid(p1**2 * p2, x)))
+    logs = [-0.5 * ((x - m) / s) ** 2 - math.log(s) for m, s in (pair[:2], pair[2:])]
+    assert values.kl == pytest.approx(float(np.trapezoid(p1 * (logs[0] - logs[1]), x)))
+
+
+def test_page(tmp_path: Path) -> None:
+    main(tmp_path / "toy.html", ((0.0, 1.0, 1.0, 2.0),))
+    html = (tmp_path / "toy.html").read_text()
+    assert "pair 1" in html
+    assert 'role="img"' in html

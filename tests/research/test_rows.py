@@ -1,24 +1,24 @@
-"""What a row is of: its recipe, what it was judged on, the commit and the processor time of its training."""
+"""What a row is of: its recipe and what it was judged on; rows of other losses, and rows that cannot be checked."""
 
 from __future__ import annotations
 
-import time
+import os
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kiloword.config.recipes import Recipe
-from kiloword.training.signals import Stopped
+from research import arms_queue
 from research import arms_rows as rows
-from research import arms_run
-from research.arms import TUNING, Arm, Experiment
+from research.arms import TUNING, Arm, Experiment, Options
 from research.arms_table import table
 from research.classes import ClassOptions
 from research.evidence import Claim, Runs
 
-STEPS = 1000
-ARM = Arm(name="plain", recipe=Recipe(method="siglip", steps=STEPS), judge=lambda matcher: {"top1": 0.5})
+ARM = Arm(name="plain", recipe=Recipe(method="siglip"), judge=lambda matcher: {"top1": 0.5})
 EXPERIMENT = Experiment(
     module="stub", title="A stub", options=ClassOptions, arms=lambda _: [ARM], columns={"top-1": "top1"}
 )
@@ -66,69 +66,38 @@ def test_the_seed_that_chose_the_rates_stands_in_no_table_of_others(tmp_path: Pa
     assert [[r["seed"] for r in runs["plain"]] for runs in seen] == [[0], [0], [TUNING]]
 
 
-class Run:
-    """A run of ARM by calls that end at a step: training, the model and the clock of the processor are made up."""
-
-    def __init__(self, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.options, self.folder, self.clock = options(out), rows.folder_of(out, ARM, 0), 1000.0
-        self.monkeypatch = monkeypatch
-        monkeypatch.setattr(arms_run, "load", lambda *_, **__: None)
-        monkeypatch.setattr(time, "process_time", lambda: self.clock)
-
-    def call(self, commit: str, until: int, seconds: float, dirty: bool = False) -> None:
-        def train(recipe: Recipe, folder: Path, **options: Any) -> None:
-            (folder / "metrics.jsonl").touch()
-            self.clock += seconds
-            if until:
-                (folder / "state").mkdir(exist_ok=True)
-                (folder / "state" / f"step-{until:09d}.json").touch()
-            if until < STEPS:
-                raise Stopped("stopped", 143)
-
-        self.monkeypatch.setattr(arms_run.loop, "train", train)
-        self.monkeypatch.setattr(rows, "commit", lambda: (commit, dirty))
-        arms_run.run_one(EXPERIMENT, self.options, ARM, 0)
-
-    @property
-    def row(self) -> rows.Row:
-        (row,) = rows.read(self.options.out)
-        return row
+ENDS = {"same": 0, "other": rows.OTHER_LOSSES, "gone": 2, "broken": 1, "killed": -9}
+STUB = f"""
+import os, sys
+code = {ENDS}[sys.argv[sys.argv.index("--only") + 1].partition(":")[0]]
+os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)
+"""
+CHECKED = Experiment(
+    module="checked_stub", title="A stub", arms=lambda _: [replace(ARM, name=name) for name in ENDS], columns={}
+)
 
 
 @pytest.fixture
-def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    return Run(tmp_path, monkeypatch)
-
-
-def test_a_row_is_of_the_commit_that_began_it_and_of_the_processor_time_of_all_calls(training: Run) -> None:
-    with pytest.raises(Stopped):
-        training.call("first", 0, 7.0)  # no state: the next call begins anew
-    with pytest.raises(Stopped):
-        training.call("second", STEPS - 2, 100.0)
-    training.call("third", STEPS, 3.0, dirty=True)
-    row = training.row
-    assert row["cpu_s"] == pytest.approx(103.0)
-    assert (row["commit"], row["dirty"], row["judged_at"]) == ("second", False, "third+")
-    assert row["judged"] == {"val": "tiny/dev", "level": 6}
-
-
-def test_a_row_of_one_call_names_its_commit_once(training: Run) -> None:
-    training.call("first", STEPS, 3.0, dirty=True)
-    assert (training.row["commit"], training.row["dirty"]) == ("first", True)
-    assert "judged_at" not in training.row
+def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the rows and of the shell; checks are processes of STUB, which end as ENDS says."""
+    (tmp_path / "checked_stub.py").write_text(STUB)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "cpu_s"),
-    [("state/step-000000500.json", "", 3.0), ("spent.json", '{"train_s": 1.0, "cpu_s": 2.0}', 2.0)],
+    ("names", "said", "unsaid"),
+    [
+        (ENDS, ["rows of other are of code that computed other losses", "gone, broken, killed"], "same"),
+        (["same", "broken"], ["broken"], "other losses"),
+        ([], ["no row"], "other losses"),
+    ],
 )
-def test_a_folder_of_before_lacks_the_commit_that_began_it(
-    training: Run, file: str, content: str, cpu_s: float
-) -> None:
-    """One that trains, and one whose model is trained."""
-    path = training.folder / file
-    path.parent.mkdir(parents=True)
-    path.write_text(content)
-    training.call("second", STEPS, 3.0)
-    assert (training.row["commit"], training.row["cpu_s"]) == ("second", cpu_s)
-    assert "judged_at" not in training.row
+def test_other_losses_are_told_from_failures(out: Path, names: list[str], said: list[str], unsaid: str) -> None:
+    for name in names:
+        rows.append(out, row(0.5) | {"arm": name})
+    with pytest.raises(ValueError) as error:
+        arms_queue.check_all(CHECKED, Options(out=out))
+    assert all(words in str(error.value) for words in said)
+    assert unsaid not in str(error.value)

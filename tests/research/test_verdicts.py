@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import tyro
 
-from research.evidence import Decision, Effect, packed
-from research.forest import forest
-from research.tables import AGAIN, ROWS, RULED, main, page, plots, read, repeated
+from research.evidence import packed
+from research.tables import AGAIN, ROWS, RULED, main, page, plots, read
 
 
 def row(arm: str, seed: int, mean: float, rate: float = 1.0) -> dict[str, Any]:
@@ -51,18 +50,6 @@ def test_tables_need_only_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str
         read(tmp_path / "made")
 
 
-def test_a_second_run_is_compared_with_the_first(tmp_path: Path) -> None:
-    """By arm, seed and rate; an experiment that was not run again is left out, a claim without enough seeds is open."""
-    for name, lift, seeds in (("first", 0.3, 3), ("again", 0.1, 2)):
-        (tmp_path / name).mkdir()
-        rows = [row(arm, seed, mean) for arm, mean in (("muon", 0.3 + lift), ("adamw", 0.3)) for seed in range(seeds)]
-        written(tmp_path / name, rows)
-    lines = repeated(read(tmp_path / "first"), read(tmp_path / "again"))
-    assert "| muon | 6 | 4 | 0.01 | 0.00 |" in lines
-    assert lines[-2].startswith("| muon | at equal processor time: muon over adamw | +0.300 (")
-    assert lines[-2].endswith(": shown | - |")
-
-
 def refused(capsys: pytest.CaptureFixture[str], names: tuple[str, ...] = (), **options: Path) -> str:
     """The one message of a call that ends with code 2."""
     with pytest.raises(SystemExit) as ended:
@@ -85,38 +72,6 @@ def test_a_trial_in_the_folder_does_not_pass_for_the_experiment(
     data = [row("muon", 0, 0.5) | {"judged": {"val": val}} for val in ("a/dev", "a/dev", "a/test")]
     main(rows=written(tmp_path / "moved", data[:2]))
     assert "several data" in refused(capsys, rows=written(tmp_path / "other", data))
-
-
-def test_rows_that_are_not_there_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = written(tmp_path / "first", [row("muon", 0, 0.5)])
-    assert "nowhere" in refused(capsys, rows=tmp_path / "nowhere")
-    (tmp_path / "made").mkdir()
-    (tmp_path / "made" / "tables.md").write_text("kept")
-    assert "nosuch" in refused(capsys, ("muon", "nosuch"), rows=folder, write=tmp_path / "made")
-    assert (tmp_path / "made" / "tables.md").read_text() == "kept"
-    again = written(tmp_path / "again", [row("muon", 0, 0.5)])
-    (again / "mix.jsonl").write_text(json.dumps(row("muon", 0, 0.5)) + "\n")
-    assert "mix" in refused(capsys, rows=folder, again=again)
-    main(("muon",), rows=folder, again=again)
-    assert "| muon | 1 | 1 | 0.00 | 0.00 |" in capsys.readouterr().out
-    (tmp_path / "file").touch()
-    assert "File exists" in refused(capsys, rows=folder, write=tmp_path / "file")
-
-
-def test_a_plot_shows_intervals_where_they_lie() -> None:
-    decisions = [
-        Decision("left", "a over b", Effect(-0.5, -0.75, -0.25), 0.25, "refuted"),
-        Decision("right", "c over d", Effect(0.5, 0.25, 0.75), 0.25, "shown"),
-    ]
-    plot = ElementTree.fromstring(forest(decisions))
-    (left, right) = (float(circle.attrib["cx"]) for circle in plot.iter("{http://www.w3.org/2000/svg}circle"))
-    assert left < right
-    lines = [p.attrib["d"] for p in plot.iter("{http://www.w3.org/2000/svg}path") if p.get("stroke-width") == "3"]
-    low, high = float(lines[1].removeprefix("M").split()[0]), float(lines[1].split("H")[1])
-    assert low < right < high
-    assert (right - low) == pytest.approx(high - right, abs=0.2)
-    with pytest.raises(ValueError, match="nothing is decided"):
-        forest([])
 
 
 @pytest.mark.slow

@@ -14,14 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from kiloword.api import Matcher
-from kiloword.config.recipes import sizes
+from folders import matcher
 from kiloword.data.images.decode import decode
 from kiloword.data.open import open_source
-from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
-from kiloword.methods.registry import preset
-from kiloword.models.build import build as build_model
 from kiloword.types import BadSample
 from sources import files_of
 from tars import encode, noise
@@ -61,11 +57,6 @@ def test_run_lengths_plain_and_compressed(height: int, width: int, seed: int, sh
     assert decompress(compress(counts).encode()) == counts
     for written in (counts, compress(counts), compress(counts).encode()):
         np.testing.assert_array_equal(decode_mask({"counts": written, "size": [height, width]}, height, width), mask)
-
-
-@given(st.lists(st.integers(0, 2**20), min_size=1, max_size=12))
-def test_large_numbers_are_decompressed(counts: list[int]) -> None:
-    assert decompress(compress(counts).encode()) == counts
 
 
 def holds(polygon: list[float], x: float, y: float) -> bool:
@@ -250,10 +241,6 @@ def test_verb(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--out" in capsys.readouterr().err
     assert main([str(made / "none.json"), *words[1:2], str(made / "new")]) == 2
     assert "none.json" in capsys.readouterr().err
-
-
-def matcher(method: str) -> Matcher:
-    return Matcher(build_model(sizes()["debug"], preset(method)), Tokenizer.train(["a red dog", "green"], vocab=300))
 
 
 def test_eval_hierarchy_judges_the_levels(made: Path) -> None:
