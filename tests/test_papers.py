@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from commands import run
 from kiloword.cli.main import main
 from tars import pairs, photo, write_tar
 
@@ -37,12 +36,6 @@ ITEMS = {  # of the papers' texts
 }
 COMMAND = r"`((?:kiloword|python -m research\.|python tools/).*)`"
 NOTHING = re.compile(r"none|not available: .{10,}")
-SIZED = (  # of a run: its size and length, its data, its folder
-    *("--size", "--batch", "--steps", "--epochs", "--samples", "--out"),
-    *("--data", "--rows", "--init", "--val", "--eval-epochs", "--features", "--extra-captions"),
-    *("--settings.partner-table", "--model.head.dim"),
-    *("--model.text.width", "--model.text.heads", "--model.text.mlp"),
-)
 
 
 def rows(columns: int) -> Iterator[tuple[str, list[str]]]:
@@ -136,37 +129,3 @@ def test_sweep_at_paper_scale(command: str, capsys: pytest.CaptureFixture[str]) 
     main([*shlex.split(command)[1:], "--dry-run"])
     values = [len(varied.split(",")) for varied in re.findall(r"settings\.\w+=(\S+)", command)]
     assert capsys.readouterr().out.startswith(f"{math.prod(values)} arms:")
-
-
-def debug_words(command: str) -> tuple[str, ...]:
-    """The words of a training command at size debug, on few photos; settings and losses are as on the page."""
-    words, kept = shlex.split(command)[1:], list[str]()
-    for n, word in enumerate(words):
-        flag = next((w for w in reversed(words[: n + 1]) if w.startswith("--")), "")
-        if flag not in SIZED:
-            kept.append(word)
-    kept += ["--batch", "4", "--steps", "2", "--dry-run", "--out", "planned"]
-    kept += ["--data", "scenes:train?n=64&task=vqa" if words[1] == "vqa" else "photos"]
-    started = "debug/siglip/model" if words[1] == "prolip" else "debug/sycoca/model"
-    kept += ["--init", started] if "--init" in words else ["--size", "rn50" if "rn50" in words else "debug"]
-    kept += ["--val", "zeroshot=scenes:test?task=colour&n=20", "--eval-epochs", "1"] if "--val" in words else []
-    kept += ["--settings.partner-table", "features"] if "--settings.partner-table" in words else []
-    return (*kept, *(("--features", "features") if "--features" in words else ()))
-
-
-TRAINED = list(dict.fromkeys(map(debug_words, RUNS.values())))
-REHEARSED = {words[1]: words for words in reversed(TRAINED)}  # the first of each method
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words", TRAINED, ids=" ".join)
-def test_training_command(
-    words: tuple[str, ...], place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The first of each method is a dry run; the others are refused for their batch, after all else is checked."""
-    monkeypatch.chdir(place)
-    code, output = run(capsys, *words, *(() if words in REHEARSED.values() else ("--batch", "68")))
-    assert (code, f"method {words[1].partition('+')[0]}" in output, "batch of 68" in output) in (
-        (0, True, False),
-        (2, False, True),
-    )
