@@ -11,13 +11,20 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from commands import refused, said
+from folders import model_folder
 from kiloword import __version__, load
+from kiloword.cli.clip_benchmark import load_kiloword
+from kiloword.cli.describe import extras, parameters, slots
 from kiloword.cli.main import VERBS, main
-from kiloword.training.log import read_metrics
-from tars import pairs, photo, write_tar
+from kiloword.config.recipes import sizes
+from kiloword.distributed.device import cores
+from kiloword.methods.registry import PRESETS, components, preset
+from kiloword.models.build import build
 
 RUN = ["--data", "scenes?n=64", "--size", "debug", "--batch", "8", "--steps", "3", "--vocab", "300"]
 NAMES = [name for group in VERBS.values() for name in group]
@@ -97,7 +104,6 @@ REFUSED = [  # words, what the message says
     ("import openclip x --out y", "openclip"),
     ("recipes show llip-b31", "Did you mean llip-b32?"),
     ("score m --images a.png --txts b", "--texts"),
-    ("embed m --data d --out o --devise cpu", "--device"),
     ("train siglip --captions many --out x", "--captions"),
     ("train siglip --transforms compose --out x", "--transforms"),
     ("train siglip --optim.lr nan --out x", "--optim.lr is nan"),
@@ -222,30 +228,16 @@ def test_dry_run_refuses_what_training_would(
     assert not list(tmp_path.iterdir())
 
 
-def test_epochs_are_passes_over_the_data_as_they_are_counted(tmp_path: Path, capsys: Capture) -> None:
-    """15 rows are three batches of 4 and a remainder that is dropped; the run stops and resumes between."""
-    words = ["train", "clip", "--data", "scenes?n=15", "--size", "debug", "--vocab", 300, "--batch", 4, "--captions", 2]
-    words += ["--out", tmp_path, "--log-every", 3]
-    assert "12 steps of 4 images, 4.0 epochs" in said(capsys, *words, "--epochs", 4, "--dry-run")
-    run(*words, "--epochs", 1)
-    run(*words, "--epochs", 4, "--extend")
-    assert [row["epoch"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
-
-
 def test_train_with_settings_and_validation(tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "out"
     own = ["--settings.scale", 5, "--settings.sigmoid.bias", -3, "--val", "scenes:test?n=16", "--captions", "all"]
-    run("train", "clip+sigmoid", *RUN, *own, "--out", out, "--log-every", 1)
+    run("train", "clip+sigmoid", *RUN, *own, "--out", out)
     output = capsys.readouterr()
     assert output.out == f"model: {out / 'model'}\n"
     assert "val at step 3: text_retrieval_recall@1" in output.err
     file = load(out / "model").file
     assert file is not None
     assert (file.method, file.settings["scale"], file.settings["sigmoid"]["bias"]) == ("clip+sigmoid", 5, -3)
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3, 3]
-    assert {"loss", "pair", "scale", "bias", "gradient_norm", "pairs_per_s", "skipped", "lr", "epoch"} <= rows[0].keys()
-    assert "val/text_retrieval_recall@1" in rows[3]
 
 
 def test_start_from_a_model(model: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -259,13 +251,69 @@ def test_start_from_a_model(model: Path, tmp_path: Path, capsys: Capture) -> Non
     assert (tmp_path / "out" / "model" / "tokenizer.json").read_text() == (model / "tokenizer.json").read_text()
 
 
-def test_data(tmp_path: Path, capsys: Capture) -> None:
-    photos = write_tar(tmp_path / "photos" / "0.tar", pairs(12)).parent
-    run("data", "index", photos)
-    assert "all samples are good" in said(capsys, "data", "check", photos)
-    assert "images 12   captions 12   bad 0" in said(capsys, "data", "stats", photos, "--png", tmp_path / "shown.png")
-    assert (tmp_path / "shown.png").read_bytes().startswith(b"\x89PNG")
-    write_tar(photos / "0.tar", pairs(3) | {"bad.png": photo()[:60], "bad.txt": b"x"})
-    with pytest.raises(SystemExit) as end:
-        run("data", "check", photos)
-    assert end.value.code == 1
+def test_sizes_name_every_size(capsys: Capture) -> None:
+    assert parameters(sizes()["b32"]) == 151_277_313  # ViT-B/32 as OpenAI released it
+    model = build(sizes()["debug"], preset("clip"))
+    assert parameters(sizes()["debug"]) == sum(p.numel() for p in model.parameters())
+    main(["sizes"])
+    rows = {line.split()[0]: re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()[1:]}
+    for name, config in sizes().items():
+        assert rows[name][-1] == f"{parameters(config) / 1e6:.2f}"
+        assert rows[name][1:3] == [str(config.image.size), str(config.image.patch)]
+
+
+def test_methods_name_every_preset_and_component(capsys: Capture) -> None:
+    main(["methods"])
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: re.split(r"\s{2,}", line.strip()) for line in lines[len(PRESETS) + 1 :]}
+    for name, line in zip(PRESETS, lines[1:], strict=False):
+        assert re.split(r"\s{2,}", line.strip()) == [word for word in slots(preset(name)).values() if word]
+    assert all(rows[name] == [name, one.slot, one.summary] for name, one in components().items())
+    found = {name: slots(preset(name)) for name in PRESETS}
+    stated = {"prolip": "uncertainty gaussian", "vqa": "pair_loss ", "clip-c": "transforms compose"}
+    stated |= {"llip": "pooling contextual", "sycoca": "terms caption, mim", "fff": "captions all"}
+    for method, words in {**stated, "siglip": "positives annotated"}.items():
+        assert any(f"{slot} {component}" == words for slot, component in found[method].items()), words
+
+
+def test_doctor_says_what_is_here(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    main(["doctor"])
+    output = capsys.readouterr().out
+    assert torch.__version__ in output
+    assert "OMP_WAIT_POLICY=ACTIVE" in output
+    assert f"{torch.get_num_threads()} of torch on {cores()} cores" in output
+    assert extras()["fast"]["simplejpeg"]
+    assert "extra fast" in output
+
+
+def test_what_clip_benchmark_gets(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model")
+    model, transform, tokenizer = load_kiloword("kiloword", str(folder), device="cpu")
+    with torch.no_grad():
+        images = model.eval().encode_image(transform(Image.new("RGB", (50, 40), "red"))[None])
+        texts = model.encode_text(tokenizer(["a dog", "a cat"]).to("cpu"))
+    assert (images.shape, texts.shape) == ((1, 16), (2, 16))
+    torch.testing.assert_close(images.norm(dim=1), torch.ones(1))
+    by_name = load_kiloword(str(folder), "")[0].eval()
+    torch.testing.assert_close(by_name.encode_text(tokenizer(["a cat"])).detach(), texts[1:])
+
+
+@pytest.mark.slow
+def test_the_command_of_clip_benchmark_finds_our_digits(shared: Path, tmp_path: Path) -> None:
+    """On a model of ours: `python -m kiloword.cli.clip_benchmark`."""
+    for package in ("clip_benchmark", "webdataset", "requests", "sklearn", "pycocoevalcap"):
+        pytest.importorskip(package, reason=f"CLIP_benchmark's command imports {package}")
+    model, data = model_folder(tmp_path / "model"), shared / "wds_cifar10"
+    command = [sys.executable, "-m", "kiloword.cli.clip_benchmark", "eval", "--model_type", "kiloword", "--no_amp"]
+    command += ["--model", "kiloword", "--pretrained", str(model), "--dataset", "wds/cifar10"]
+    command += ["--dataset_root", str(data), "--num_workers", "0", "--output", str(tmp_path / "theirs.json")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    theirs = json.loads((tmp_path / "theirs.json").read_text())["metrics"]
+    flags = ["--data", str(data / "test"), "--templates", "cifar10", "--json", str(tmp_path / "ours.json")]
+    main(["eval", "zeroshot", str(model), *flags])
+    ours = json.loads((tmp_path / "ours.json").read_text())
+    assert theirs
+    assert {name: ours[name] for name in theirs} == pytest.approx(theirs, abs=1e-6)

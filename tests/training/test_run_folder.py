@@ -1,7 +1,8 @@
-"""Whether a folder holds this run; what weights that do not fit are said to be; rows that stand in a batch together."""
+"""Whether a folder holds this run, what a run is made of, weights that do not fit, rows in a batch together."""
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -14,12 +15,16 @@ import torch
 from kiloword.config.options import RunOptions
 from kiloword.data.sampler import Order
 from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.distributed import launch
+from kiloword.distributed.device import precision_of
 from kiloword.files import write_json
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.models.model_folder import check_finite, check_fit, not_finite
-from kiloword.training.resolve import make_loader, micro_batches, open_sources
+from kiloword.training.loop import train
+from kiloword.training.resolve import make_loader, micro_batches, open_sources, with_length
 from kiloword.training.run_folder import RunFile, check_same_run, earlier, error_kept, holds_run
+from kiloword.training.setup import make_learner
 from kiloword.training.signals import Stopped
 from threads import over_threads
 
@@ -147,3 +152,47 @@ def test_a_batch_divides_over_ranks() -> None:
     assert over_threads(2, lambda: micro_batches(replace(RECIPE, micro=4))) == [2, 2]
     with pytest.raises(ValueError, match="16 does not divide over 3 ranks"):
         over_threads(3, lambda: micro_batches(RECIPE))
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"steps": 7}, 7),
+        ({"epochs": 2.0}, 8),  # four whole batches of 16 in 70 rows
+        ({"epochs": 0.6}, 2),
+        ({"samples": 95}, 5),
+        ({}, 50),
+        ({"most": 3}, 12),  # epochs of a run whose length nobody chose
+        ({"most": 3, "steps": 50}, 50),
+        ({"steps": 7, "epochs": 1.0}, "--steps and --epochs"),
+        ({"epochs": float("nan")}, "--epochs nan"),
+        ({"samples": 15}, "--samples 15"),
+        ({"steps": 0}, "--steps 0"),
+    ],
+)
+def test_lengths(options: dict[str, Any], steps: int | str) -> None:
+    with pytest.raises(ValueError, match=steps) if isinstance(steps, str) else nullcontext():
+        assert with_length(replace(RECIPE, steps=50), 70, **options).steps == steps
+
+
+def test_fsdp_shards_blocks_and_so_compiles_them(tmp_path: Path) -> None:
+    options = RunOptions(parallel="fsdp", compile="towers", device="cpu", quiet=True)
+    with pytest.raises(ValueError, match="compile blocks"):
+        train(RECIPE, tmp_path, options=options)
+
+
+@pytest.mark.parametrize(("precision", "bytes_each"), [("fp32", 4), ("bf16", 4), ("fp64", 8)])
+def test_the_precision_of_weights(precision: Any, bytes_each: int) -> None:
+    learner, started = make_learner(replace(RECIPE, precision=precision), preset("siglip", {}))
+    assert {p.dtype.itemsize for p in learner.parameters()} == {bytes_each}
+    assert started == ""
+    with precision_of(precision, "cpu")():
+        assert torch.is_autocast_enabled("cpu") == (precision == "bf16")
+
+
+def test_torchrun_reports_why_a_rank_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the file that it names, by its own keys."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    launch.explain("Rank 1 ended.")
+    told = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert told["message"] == told["extraInfo"]["py_callstack"] == "Rank 1 ended."

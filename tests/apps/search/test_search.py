@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pyarrow as pa
@@ -307,3 +309,27 @@ def test_a_moved_model_moved_photos_and_fewer_numbers(
     np.testing.assert_allclose(part, whole[:, :8] / np.linalg.norm(whole[:, :8], axis=1, keepdims=True), atol=1e-5)
     code, said = run(capsys, "search", short, *words)
     assert (code, "0 of 12 photos" in said, "'2030/'" in said) == (0, True, True)
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "export.md"
+
+
+def test_libraries_and_features_for_other_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The examples of docs/export.md run as they stand there, with stand-ins for the packages of others."""
+    monkeypatch.chdir(tmp_path)
+    model, photos = load(model_folder(tmp_path / "run/model")), photos_in(tmp_path / "photos")
+    Index(photos=photos, out=tmp_path / "library", model="run/model", device="cpu").run()
+    engines = {"LanceDB": MagicMock(), "Ray Data": MagicMock()}
+    defined = {}
+    for heading, package in (("LanceDB", "lancedb"), ("Ray Data", "ray")):
+        monkeypatch.setitem(sys.modules, package, engines[heading])
+        code = re.search(rf"^### {heading}$.*?^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+        exec(code[1], defined)  # type: ignore[index]
+    table = engines["LanceDB"].connect.return_value.create_table.call_args.args[1]
+    library, vectors = Library(tmp_path / "library"), np.array(table["vector"].to_pylist())
+    found = find(library, model, [("a dog on the beach", 1)], 12)
+    nearest = (vectors @ defined["query"].ravel()).argsort()[::-1].tolist()
+    assert [table["path"][row].as_py() for row in nearest] == [library.cells(one.row)["path"] for one in found]
+    files = [path.read_bytes() for path in sorted(photos.glob("*.jpg"))]
+    features = defined["Embed"]("run/model")({"bytes": np.array(files, object), "path": ["a"] * len(files)})["vec"]
+    np.testing.assert_allclose(features, model.encode_image(files)["vec"], atol=1e-6)
