@@ -74,6 +74,15 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def weights_digest(values: Mapping[str, Tensor], *before: bytes) -> str:
+    """A digest of tensors by name, in single precision, wherever they lie. Args: before: what it covers, too."""
+    digest = hashlib.blake2b(b"".join(before), digest_size=16)
+    for name, value in sorted(values.items()):
+        digest.update(f"{name} {list(value.shape)}\n".encode())
+        digest.update(value.detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
 def open_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file. Raises: ValueError when it is damaged, or holds others than floats."""
     odd = "\ufffd" in os.fsencode(path).decode(errors="replace")  # the library opens no path that is not UTF-8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from kiloword.interop import text_towers
 from kiloword.interop.towers import LITES
 from kiloword.model.model import Model
 from kiloword.model.trunks.trunk import Trunk
+from kiloword.models.tensors import weights_digest
 from kiloword.stores.features import Features, FeatureStore
 from kiloword.stores.store import Store, check_alike
 from kiloword.stores.tokens import (
@@ -45,14 +45,10 @@ def trunk_digest(model: Model, kind: Kind) -> str:
     """A digest of what a trunk's tokens depend on besides the input: its weights, and how images are normalised."""
     trunk = trunk_of(model, kind)
     assert trunk is not None
-    digest = hashlib.blake2b(digest_size=16)
     values = {name: value for name, value in trunk.state_dict().items() if value.is_floating_point()}
     if kind == "images":
         values |= {"mean": model.mean, "std": model.std}
-    for name, value in sorted(values.items()):
-        digest.update(f"{name} {list(value.shape)}\n".encode())
-        digest.update(value.detach().float().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+    return weights_digest(values)
 
 
 def check_trunk(

@@ -6,7 +6,6 @@ after an interruption.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Iterable
@@ -40,6 +39,7 @@ from kiloword.files import Lock, is_taken, utf8, write_json
 from kiloword.interop.names import absolute, local_folder, split
 from kiloword.model.encoding import inference, join
 from kiloword.model.prefix import keep_prefix_
+from kiloword.models.tensors import weights_digest
 from kiloword.terminal import say, warn
 from kiloword.terminal.progress import track
 from kiloword.types import Features
@@ -168,12 +168,8 @@ def opened_for(options: Search | Serve, library: Library) -> Matcher:
 
 def fingerprint(matcher: Matcher) -> str:
     """A digest of the model's weights, shape and tokenizer, wherever it lies and whatever it runs on."""
-    digest = hashlib.blake2b(repr(matcher.model.config).encode(), digest_size=16)
-    digest.update(matcher.tokenizer.to_bytes())
-    for name, value in sorted(matcher.model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(np.ascontiguousarray(value.detach().float().cpu().numpy()).data)
-    return digest.hexdigest()
+    model = matcher.model
+    return weights_digest(model.state_dict(), repr(model.config).encode(), matcher.tokenizer.to_bytes())
 
 
 def encode(matcher: Matcher, images: Tensor) -> Features:
