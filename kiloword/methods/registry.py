@@ -8,7 +8,6 @@ component, "llip+module:name", is a `Component` of that name in its module.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import pkgutil
@@ -16,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import field, is_dataclass, make_dataclass, replace
-from types import ModuleType
+from importlib import import_module
 from typing import Any
 
 from kiloword.config.settings import Nothing, check, parse
@@ -53,12 +52,8 @@ OTHERS = (
 
 def components() -> dict[str, Component]:
     """Components by name: what can follow the name of a method after "+"."""
-    modules = map(_module, (*PRESETS.values(), *OTHERS))
+    modules = (import_module(f"kiloword.methods.{path}") for path in (*PRESETS.values(), *OTHERS))
     return {name: part for module in modules for name, part in getattr(module, "COMPONENTS", {}).items()}
-
-
-def _module(path: str) -> ModuleType:
-    return importlib.import_module(f"kiloword.methods.{path}")
 
 
 def preset(name: str, settings: dict[str, Any] | None = None) -> Method:
@@ -106,7 +101,7 @@ def find(name: str) -> tuple[Callable[[Any], Method], type]:
     if _is_code(base):
         make, kind = _custom(base)
     elif base in PRESETS:
-        module = _module(PRESETS[base])
+        module = import_module(f"kiloword.methods.{PRESETS[base]}")
         make, kind = module.preset, module.Settings
     else:
         hint = f" To start from a model's weights, use --init {name}." if ":" in name else suggestion(base, PRESETS)

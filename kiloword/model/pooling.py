@@ -46,12 +46,9 @@ class ImagePool(nn.Module):
             pooled: Tensor = self.attentional(tokens, slice(0, 1))
             return pooled[:, 0]
         patches = tokens[:, self.extra :]
-        if self.map is not None:
-            out: Tensor = self.map(patches)
+        if (pool := self.map or self.attention) is not None:
+            out: Tensor = pool(patches)
             return out
-        if self.attention is not None:
-            attended: Tensor = self.attention(patches)
-            return attended
         return patches.mean(1) if self.kind == "mean" else patches.amax(1)
 
 

@@ -66,7 +66,7 @@ def model_config(source: Exported) -> dict[str, Any]:
         words |= {"tokenizer_kwargs": {"clean": "whitespace"}, "hf_tokenizer_name": "local"}
         pooled = {"pool_type": "eos", "eos_id": source.tokenizer.roles.end, "pad_id": source.tokenizer.roles.pad}
         words |= {} if source.siglip else pooled
-    raw: dict[str, Any] = {
+    return {
         "embed_dim": config.head.dim,
         "vision_cfg": vision,
         "text_cfg": {"context_length": text.context, "vocab_size": text.vocab, "heads": text.heads}
@@ -76,7 +76,6 @@ def model_config(source: Exported) -> dict[str, Any]:
         **({"custom_text": True} if source.siglip else {}),
         **({} if bias is None else {"init_logit_bias": float(bias.detach())}),
     }
-    return raw
 
 
 def _tower(tower: ImageConfig | TextConfig) -> dict[str, Any]:

@@ -13,12 +13,6 @@ from kiloword.interop.export.source import TEXTS, Exported
 from kiloword.interop.hf_folder import BICUBIC
 
 
-def write_readers(source: Exported, folder: Path) -> None:
-    """The files of transformers that say how texts and images are read: `write_tokenizer`, `write_preprocessor`."""
-    write_tokenizer(source, folder)
-    write_preprocessor(source, folder)
-
-
 def write_tokenizer(source: Exported, folder: Path) -> None:
     """tokenizer.json and tokenizer_config.json of transformers, whose ids are kiloword's.
 
@@ -104,8 +98,9 @@ def _check_ids(source: Exported, document: dict[str, Any]) -> None:
             )
 
 
-def write_preprocessor(source: Exported, folder: Path) -> None:
-    """preprocessor_config.json of transformers."""
+def write_readers(source: Exported, folder: Path) -> None:
+    """The files of transformers that say how texts (`write_tokenizer`) and images are read."""
+    write_tokenizer(source, folder)
     shown, size = source.config.preprocess, source.config.image.size
     square = {"height": size, "width": size}
     squash = shown.resize == "squash"

@@ -112,8 +112,8 @@ class TimmVision(LibraryTrunk):
         self.prefix, self.width = int(getattr(self.net, "num_prefix_tokens", 0)), int(self.net.num_features)
         self.only_floats()
 
-    def tokens(self, *inputs: Tensor) -> Tensor:
-        x: Tensor = self.net.forward_features(inputs[0])
+    def tokens(self, *inputs: Tensor) -> Any:
+        x = self.net.forward_features(inputs[0])
         if x.dim() == 3:
             return x
         return x.flatten(2).transpose(1, 2) if x.shape[1] == self.width else x.flatten(1, 2)
@@ -145,15 +145,13 @@ class OpenClipVision(LibraryTrunk):
             net.proj = net.attn_pool = None
         self.only_floats()
 
-    def tokens(self, *inputs: Tensor) -> Tensor:
+    def tokens(self, *inputs: Tensor) -> Any:
         if self.whole:
-            vectors: Tensor = self.net(inputs[0])
-            return vectors[:, None]
+            return self.net(inputs[0])[:, None]
         if self.timm:
-            x: Tensor = self.net.trunk.forward_features(inputs[0])
+            x = self.net.trunk.forward_features(inputs[0])
             return x if x.dim() == 3 else x.flatten(2).transpose(1, 2)
-        out: Tensor = self.net.ln_post(self.net.transformer(self.net._embeds(inputs[0])))
-        return out
+        return self.net.ln_post(self.net.transformer(self.net._embeds(inputs[0])))
 
 
 class OpenClipText(LibraryTrunk):
@@ -196,9 +194,8 @@ class HfVision(LibraryTrunk):
         self.prefix = int(made.model_type != "siglip_vision_model") + int(getattr(made, "num_register_tokens", 0))
         self.only_floats()
 
-    def tokens(self, *inputs: Tensor) -> Tensor:
-        out: Tensor = self.net(pixel_values=inputs[0]).last_hidden_state
-        return out
+    def tokens(self, *inputs: Tensor) -> Any:
+        return self.net(pixel_values=inputs[0]).last_hidden_state
 
 
 class HfWhole(LibraryTrunk):
@@ -247,13 +244,12 @@ def _at_ends(vectors: Tensor, texts: Texts) -> Tensor:
     return vectors.new_zeros(len(texts.ids), vectors.shape[1]).index_copy(0, texts.starts[1:].long() - 1, vectors)
 
 
-def open_clip_config(name: str) -> dict[str, Any]:
+def open_clip_config(name: str) -> Any:
     """The configuration of open_clip's model `name`. Raises: ValueError for a name that it does not know."""
     library = _library("open_clip")
     if name not in library.list_models():
         raise ValueError(_unknown("open_clip", name, library.list_models()))
-    config: dict[str, Any] = library.get_model_config(name)
-    return config
+    return library.get_model_config(name)
 
 
 def check_hf(config: Mapping[str, Any], types: tuple[str, ...] = HF_TYPES) -> None:
