@@ -14,8 +14,6 @@ from kiloword.config.settings import check, parse
 from kiloword.data.text.tokenizer import read_document
 from kiloword.model.trunks.libraries import check_like, check_numbers, quiet, transformers
 
-TEXT_TYPES = ("bert", "roberta", "xlm-roberta", "mpnet", "distilbert", "albert", "electra", "deberta-v2")
-"""Encoders of texts alone: their `model_type`."""
 POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max"}
 LARGEST = 1 << 24  # bytes of a JSON file
 BICUBIC = 3  # Pillow's number in `resample`

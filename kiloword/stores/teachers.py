@@ -15,12 +15,13 @@ from kiloword.config.recipes import Resize, sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed.device import choose, precision_of
 from kiloword.interop import text_towers, towers
-from kiloword.interop.hf_folder import TEXT_TYPES, json_object, read_sentence_folder
+from kiloword.interop.hf_folder import json_object, read_sentence_folder
 from kiloword.interop.names import local_folder
 from kiloword.methods.registry import preset
 from kiloword.model.encoding import TEXTS, encode_texts, inference
 from kiloword.model.model import Model
 from kiloword.model.trunks.library import OPEN_CLIP, TIMM
+from kiloword.model.trunks.padded import ALONE
 from kiloword.models.build import build
 from kiloword.models.model_folder import load_model, model_files
 from kiloword.models.trust import NONE, Trust
@@ -100,7 +101,7 @@ def open_teacher(name: str, device: str = "auto", precision: str = "fp32", trust
     device = choose(device)
     kind, _, rest = name.partition(":")
     place = Path(rest).expanduser()
-    if kind == "hf" and json_object(place / "config.json").get("model_type") in TEXT_TYPES:
+    if kind == "hf" and json_object(place / "config.json").get("model_type") in ALONE:
         return SentenceTeacher(place, device, precision)
     folder = Path(local_folder(name)).expanduser()
     model, tokenizer = load_model(folder, device, precision, trust)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from kiloword.config.recipes import TextConfig
 from kiloword.model.trunks.bert import TYPES, Bert, is_bert, positions_of
@@ -13,8 +13,9 @@ from kiloword.model.trunks.library import OPEN_CLIP, HfWhole, OpenClipText
 from kiloword.model.trunks.trunk import Trunk
 
 CLASSES = {"clip_text_model": "CLIPTextModel", "siglip_text_model": "SiglipTextModel"}
-ENCODERS = (*TYPES, "albert", "deberta-v2", "electra", "modernbert", "mpnet", *CLASSES)
-"""Encoders of texts: their `model_type`."""
+ALONE = (*TYPES, "albert", "deberta-v2", "electra", "modernbert", "mpnet")
+ENCODERS = (*ALONE, *CLASSES)
+"""Encoders of texts, alone or of a model of images: their `model_type`."""
 
 
 def text_trunk(config: TextConfig) -> Trunk:
@@ -60,12 +61,11 @@ class PaddedText(Trunk):
         self.pad = int(config.get("pad_token_id") or 0)
         self.eval()
 
-    def tokens(self, *inputs: Any) -> Tensor:
+    def tokens(self, *inputs: Any) -> Any:
         """Tokens [S + tail, W'] of texts and their packing."""
         texts, packing = inputs
         out = self.encoder(input_ids=packing.pad(texts.ids, self.pad), attention_mask=packing.valid.long())
-        tokens: Tensor = packing.unpad(out.last_hidden_state)
-        return tokens
+        return packing.unpad(out.last_hidden_state)
 
     def blocks(self) -> list[list[str]]:
         counts = {name: len(part) for name, part in self.named_modules() if isinstance(part, nn.ModuleList)}
