@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from kiloword.data.classes import names as of_classes
 from kiloword.data.open import open_source
 
 NODES = {
@@ -22,6 +23,12 @@ NODES = {
 TREE: dict[str, Any] = {"nodes": NODES, "classes": ["2", "3", "4"], "templates": {"2": "this is {}", "3": "here {}"}}
 THING, ANIMAL, CAR = "this is a thing", "this is an animal", "here a fast car"
 DOG, CAT = "this is a dog", "this is a cat"
+
+
+def wnids(name: str = "imagenet1k") -> list[str]:
+    """The WordNet ids of the classes of ImageNet, or of imagenet-a or imagenet-r, in order."""
+    lines = (Path(of_classes.__file__).parent / "imagenet.tsv").read_text().splitlines()
+    return [line[:9] for line in lines if name == "imagenet1k" or name[-1] in "".join(line.split("\t")[2:])]
 
 
 def drawn(src: str) -> tuple[list[tuple[bytes, int]], list[str]]:

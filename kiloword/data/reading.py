@@ -57,12 +57,12 @@ def patiently(get: Callable[[], T]) -> T:
     raise AssertionError
 
 
-def captions_of(source: Source, most: int = TOKENIZER_ROWS) -> Iterator[str]:
-    """Captions of about `most` rows spread over the source, if possible without reading images; skips bad rows.
+def captions_of(source: Source) -> Iterator[str]:
+    """Captions of about TOKENIZER_ROWS rows spread over the source, if possible without reading images; skips bad rows.
 
     A row with a question yields its answers, then the question.
     """
-    for row in range(0, len(source), max(1, len(source) // most)):
+    for row in range(0, len(source), max(1, len(source) // TOKENIZER_ROWS)):
         with suppress(BadSample):
             if hasattr(source, "captions"):
                 captions, info = source.captions(row), source.info(row) if hasattr(source, "info") else {}

@@ -133,7 +133,7 @@ def existing(inputs: Inputs, options: CaptionTaskOptions) -> Iterator[CaptionedI
     source, path = inputs.source, options.captions
     assert path is not None
     table = None if path.suffix.lower() == ".json" else CaptionTable(path)
-    texts = read_results(path, IMAGE_ID, "caption") if table is None else {}
+    texts = read_results(path, IMAGE_ID) if table is None else {}
     informed = table is None or options.results or options.group_by or hasattr(source, "info")
     for row in range(len(source)):
         name = f"row {row}"

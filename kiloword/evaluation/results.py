@@ -42,12 +42,12 @@ def write_results(
         warn(f"{path}: {len(source) - len(texts):,} of {len(source):,} rows have no result; official servers want all.")
 
 
-def read_results(path: Path, name: str, what: str) -> dict[int | str, str]:
-    """The texts of a result file by their ids. Errors: ValueError for another file."""
+def read_results(path: Path, name: str) -> dict[int | str, str]:
+    """The captions of a result file by their ids. Errors: ValueError for another file."""
     try:
-        return {whole_number(row[name]): str(row[what]) for row in load_json(path)}
+        return {whole_number(row[name]): str(row["caption"]) for row in load_json(path)}
     except (TypeError, KeyError):
-        raise ValueError(f"{path} is no list of results. Expected objects with `{name}` and `{what}`.") from None
+        raise ValueError(f"{path} is no list of results. Expected objects with `{name}` and `caption`.") from None
 
 
 def whole_number(value: Any) -> Any:

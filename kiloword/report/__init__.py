@@ -15,7 +15,7 @@ from kiloword.report.blocks import (
     plain,
 )
 from kiloword.report.pictures import image_data, thumbnail
-from kiloword.report.render import html, made_by, say_blocks, utc, write_page
+from kiloword.report.render import made_by, say_blocks, utc, write_page
 
 __all__ = [
     "Beside",
@@ -29,7 +29,6 @@ __all__ = [
     "Text",
     "Tile",
     "distributions",
-    "html",
     "image_data",
     "made_by",
     "plain",

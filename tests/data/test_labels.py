@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from class_data import ANIMAL, CAR, CAT, DOG, NODES, THING, TREE, write_photos
+from class_data import ANIMAL, CAR, CAT, DOG, NODES, THING, TREE, wnids, write_photos
 from commands import refused, run
 from kiloword.data.classes.names import (
     classname_sets,
@@ -23,7 +23,6 @@ from kiloword.data.classes.names import (
     read_templates,
     template_sets,
     templates,
-    wnids,
 )
 from kiloword.data.open import open_source
 from kiloword.data.tree import read_tree

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 import kiloword
+from class_data import wnids
 from kiloword.api import Matcher
 from kiloword.cli.main import main
-from kiloword.data.classes.names import classnames, prompts, templates, wnids
+from kiloword.data.classes.names import classnames, prompts, templates
 from kiloword.data.open import open_source
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.features import OTHER, classes_of

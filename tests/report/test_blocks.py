@@ -15,6 +15,7 @@ from PIL import Image, ImageColor
 import pages
 from kiloword import report
 from kiloword.report.pictures import overlay
+from kiloword.report.render import html
 
 pytestmark = pytest.mark.plots
 HOSTILE = "<script>alert(1)</script>&\"'\u202e\x1b[31m $x_1$"
@@ -49,7 +50,7 @@ def blocks(word: str = HOSTILE) -> list[report.Block]:
 
 
 def shown(word: str = HOSTILE) -> str:
-    return report.html(
+    return html(
         report.Page(
             word,
             f"{word}\n\nsecond",
@@ -104,7 +105,7 @@ def test_same_blocks_are_the_same_bytes_and_colours_follow_the_page(tmp_path: Pa
 
 
 def test_pages_say_how_they_were_made() -> None:
-    page = report.html(report.Page("a", "", {}, report.made_by(["m"], "shards")))
+    page = html(report.Page("a", "", {}, report.made_by(["m"], "shards")))
     assert "<dt>Model</dt><dd>m</dd>" in page
     assert "<dt>Data</dt><dd>shards</dd>" in page
     assert report.made_by(["m", "n"])["Models"] == "m, n"
@@ -123,8 +124,8 @@ def test_the_terminal_shows_text_and_tables(capsys: pytest.CaptureFixture[str]) 
 
 def test_rows_that_do_not_fit_are_refused_and_counts_are_coloured_by_their_share() -> None:
     with pytest.raises(ValueError, match="zip"):
-        report.html(report.Page("a", "", {"a": [report.Table([["a"]], ["a", "b"])]}))
-    page = report.html(report.Page("a", "", {"a": [report.Matrix(np.array([[1, 3], [0, 0]]), ["a", "b"], ["b", "a"])]}))
+        html(report.Page("a", "", {"a": [report.Table([["a"]], ["a", "b"])]}))
+    page = html(report.Page("a", "", {"a": [report.Matrix(np.array([[1, 3], [0, 0]]), ["a", "b"], ["b", "a"])]}))
     cells = re.findall(r'<td style="--a:([\d.]+)">([\d.]+)</td>', page)
     assert cells == [("0.25", "1"), ("0.75", "3"), ("0.0", "0"), ("0.0", "0")]
 
@@ -142,7 +143,7 @@ def contrast(one: tuple[float, ...], two: tuple[float, ...]) -> float:
 
 @pytest.mark.parametrize("scheme", [0, 1])
 def test_colours_can_be_read(scheme: int) -> None:
-    sheet = report.html(report.Page("a", "", {}))
+    sheet = html(report.Page("a", "", {}))
     palettes = re.findall(r":root {(.*?)}", sheet, re.DOTALL)
     colours = {name: ImageColor.getrgb(c) for name, c in re.findall(r"--(\w+): (#\w{6})", palettes[scheme])}
     for name in ["ink", "muted", "match", *(f"s{i}" for i in range(6))]:

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kiloword.report import Page, Text, html
+from kiloword.report import Page, Text
+from kiloword.report.render import html
 from kiloword.terminal import progress, say, show_traceback, shown, warn_once
 from kiloword.terminal.progress import ProgressLine
 from kiloword.terminal.screen import say_table

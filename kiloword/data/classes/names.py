@@ -66,11 +66,6 @@ def text_lines(where: str, raw: bytes) -> list[str]:
     return lines
 
 
-def wnids(name: str = IMAGENET) -> list[str]:
-    """WordNet ids of the classes of ImageNet or of a subset (imagenet-a, imagenet-r), in order: n01440764, ..."""
-    return [wnid for wnid, _, _ in _imagenet(name)]
-
-
 def classnames(name: str) -> list[str]:
     """The class names of a data set, in the order of its labels. Errors: ValueError for an unknown name."""
     return [text for _, text, _ in _imagenet(name)] if name in _SUBSETS else _list("classnames", name)
