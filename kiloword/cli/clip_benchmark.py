@@ -1,20 +1,18 @@
 """CLIP_benchmark's own command with `--model_type kiloword`: python -m kiloword.cli.clip_benchmark eval ...
 
 CLIP_benchmark 1.6 looks models up in a table that only code can extend; this module adds a line to it and calls its
-command. `--pretrained` (or `--model`) is a model folder or what `kiloword.load` takes. It judges cosines of single
-vectors, "vec": where a model's own score is another one (llip, prolip), `kiloword eval` judges that.
+command. `--model` is a model folder or what `kiloword.load` takes, or `kiloword`, where `--pretrained` is. It judges
+cosines of single vectors, "vec": where a model's own score is another one (llip, prolip), `kiloword eval` judges that.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from kiloword.api import Matcher, load
 from kiloword.errors import naming_truncated
-from kiloword.interop.names import is_foreign
 from kiloword.types import Texts
 
 
@@ -25,21 +23,18 @@ class Towers(nn.Module):
         super().__init__()
         self.model = matcher.model
 
-    def encode_image(self, images: Tensor) -> Tensor:
+    def encode_image(self, images: Tensor) -> Any:
         """uint8 [n, 3, H, W] -> [n, D], norm 1."""
-        features: Tensor = self.model.image_features(images)["vec"]
-        return features
+        return self.model.image_features(images)["vec"]
 
-    def encode_text(self, texts: Texts) -> Tensor:
+    def encode_text(self, texts: Texts) -> Any:
         """T packed texts -> [T, D], norm 1."""
-        features: Tensor = self.model.encode_text(texts)[1]["vec"]
-        return features
+        return self.model.encode_text(texts)[1]["vec"]
 
 
 def load_kiloword(model_name: str, pretrained: str, cache_dir: str | None = None, device: Any = "cpu") -> Any:
     """What CLIP_benchmark calls: (model, transform of a Pillow image, tokenizer of a list of texts)."""
-    where = pretrained if is_foreign(pretrained) or (pretrained and Path(pretrained).is_dir()) else model_name
-    matcher = load(where, str(device))
+    matcher = load(pretrained if model_name == "kiloword" else model_name, str(device))
     return Towers(matcher), matcher.preprocess, lambda texts: matcher.tokenizer.encode(texts, matcher.model.config.text)
 
 
@@ -58,13 +53,10 @@ def main() -> None:
 
     models.TYPE2FUNC["kiloword"] = load_kiloword
     models.MODEL_TYPES.append("kiloword")  # a choice of its parser
-    zeroshot_classification.float = _number  # its accuracy() calls float() on an array [1], which numpy 2.4 refuses
+    # its accuracy() calls float() on an array [1], which numpy 2.4 refuses
+    zeroshot_classification.float = lambda value: value.item() if hasattr(value, "item") else float(value)
     with naming_truncated():
         cli.main()
-
-
-def _number(value: Any) -> float:
-    return float(value.item() if hasattr(value, "item") else value)
 
 
 if __name__ == "__main__":
