@@ -12,13 +12,16 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 
+from folders import word_pieces
 from kiloword import Matcher
 from kiloword.cli.main import main
 from kiloword.data.open import open_source
-from kiloword.model.trunks.libraries import torchvision_ready
+from kiloword.model.trunks.libraries import torchvision_ready, transformers
 from kiloword.training.log import read_metrics
 
 SIDE = 32
+WORDS = {"vocab_size": 91, "max_position_embeddings": 20, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+"""The ids of `save_whole` in the settings of a text tower."""
 TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES: dict[str, dict[str, Any]] = {  # of images, in the settings of an image processor
     "CLIP": {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}, "resample": 3},
@@ -80,3 +83,10 @@ def save(model: Any, folder: Path, **options: Any) -> Path:
     kind = "Siglip" if type(model).__name__ in ("SiglipModel", "BlipModel", "CLIPSegModel") else "CLIP"
     (folder / "preprocessor_config.json").write_text(json.dumps(SIZES[kind]))
     return folder
+
+
+def save_whole(model: Any, folder: Path) -> Path:
+    """A folder of transformers with everything that a model is read from. Returns: the folder."""
+    limits = {"pad_token": "[PAD]", "model_max_length": 16}
+    transformers().PreTrainedTokenizerFast(tokenizer_object=word_pieces(), **limits).save_pretrained(str(folder))
+    return save(model, folder)

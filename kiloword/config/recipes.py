@@ -173,7 +173,7 @@ class LoraConfig(BaseSettings):
     alpha: float = setting(16.0, "adapters are multiplied by alpha / rank", ABOVE_0, 1e6, needs="rank!=0")
     targets: tuple[str, ...] = setting(
         ("qkv,out",),
-        "layers, [image:|text:][BLOCKS:]NAME,..., by the ends of their names: qkv, image:8-11:qkv,fc",
+        "layers, [image:|text:][BLOCKS:]NAME,..., by the ends of their names: qkv, image:8-11:qkv,fc; all",
         needs="rank!=0",
     )
     save: Literal["merged", "apart"] = setting("merged", "apart: also adapters alone, to OUT/adapter", needs="rank!=0")

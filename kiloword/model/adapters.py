@@ -88,7 +88,10 @@ def attach(model: Model, config: LoraConfig, seed: int, pretrained: Collection[s
     """
     if not pretrained:
         raise ValueError("--lora.rank: LoRA adapts pretrained weights, and both towers start from random ones: --init.")
-    layers = {path: layer for target in config.targets for path, layer in _layers(model, target, pretrained)}
+    # by default every layer of a model that another library runs, whose layers have other names than kiloword's
+    whole = model.config.image.trunk.whole and config.targets == LoraConfig().targets
+    targets = ("all",) if whole else config.targets
+    layers = {path: layer for target in targets for path, layer in _layers(model, target, pretrained)}
     adapted = Counter(path.partition("_")[0] for path in layers)
     for tower in adapted:
         for name, p in model.named_parameters():
@@ -120,25 +123,19 @@ def _layers(model: Model, target: str, pretrained: Collection[str]) -> Iterator[
             f"--lora.targets {target!r}: expected [image:|text:][BLOCKS:]NAME,..., such as qkv,out or image:8-11:qkv."
         )
     tower, first, last, names = parts.groups()
-    there: dict[str, Layer] = {}
+    there: dict[str, Any] = {}
     for kind in [kind for kind in pretrained if tower in (None, kind)]:
         of = depths(getattr(model, f"{kind}_tower"))
         for path, part in model.named_modules():
             block = of.get(f"{path.partition('.')[2]}.weight", -1)
             inside = path.startswith(_base(model, kind)) and (not first or int(first) <= block <= int(last or first))
-            if not inside:
-                continue
-            if (
-                isinstance(part, nn.Conv2d)
-                and part.kernel_size == (1, 1)
-                and part.padding == (0, 0)
-                and part.groups == 1
-            ):
-                there[path] = part
-            if isinstance(part, nn.Linear) and not isinstance(part, NonDynamicallyQuantizableLinear):
+            linear = isinstance(part, nn.Linear) and not isinstance(part, NonDynamicallyQuantizableLinear)
+            if isinstance(part, nn.Conv2d):
+                linear = part.kernel_size == (1, 1) and part.padding == (0, 0) and part.groups == 1
+            if inside and linear:
                 there[path] = part
     for name in names.split(","):
-        found = {path: layer for path, layer in there.items() if f".{path}".endswith(f".{name}")}
+        found = {path: layer for path, layer in there.items() if name == "all" or f".{path}".endswith(f".{name}")}
         if not found:
             ends = sorted({path.rpartition(".")[2] for path in there})
             raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,15 +23,16 @@ class WholeImage(nn.Module):
         check_no_tokens(config, f"{config.trunk.name}, used whole,")
         self.config, self.trunk = config, image_trunk(config.trunk)
 
-    def forward(self, images: Tensor, keep: Tensor | None = None, masked: Tensor | None = None) -> Tensor:
+    def forward(self, images: Tensor, keep: Tensor | None = None, masked: Tensor | None = None) -> Any:
         """Images [I, 3, H, W], normalised, or their stored vectors, to [I, 1, W]. Raises: ValueError for masks."""
         if keep is not None or masked is not None:
-            raise ValueError(f"{self.config.trunk.name} is used whole: its patches cannot be dropped or masked.")
+            raise ValueError(
+                f"{self.config.trunk.name}, used whole, hides no patches: omit that (--settings.masked 0)."
+            )
         if images.dim() == 3:
             return images
         check_pixels(images, self.config.size)
-        tokens: Tensor = self.trunk(images)
-        return tokens
+        return self.trunk(images)
 
 
 class WholeText(TextTower):
@@ -46,15 +46,9 @@ class WholeText(TextTower):
             raise ValueError(f"{config.trunk.name} is used whole: it has no extra tokens.")
         self.config, self.trunk = config, text_trunk(config)
 
-    def forward(self, texts: Texts) -> Tensor:
+    def forward(self, texts: Texts) -> Any:
         """[S, W]."""
-        tokens = self.with_tokens(texts).tokens
-        assert tokens is not None
-        return tokens
-
-    def with_tokens(self, texts: Texts) -> Texts:
-        """Texts with the tokens of the trunk; unchanged with tokens."""
-        return texts if texts.tokens is not None else replace(texts, tokens=self.trunk(texts, self.packing(texts)))
+        return self.with_tokens(texts).tokens
 
     def packing(self, texts: Texts) -> Packing:
         """Packing of texts."""

@@ -15,19 +15,18 @@ import torch.nn.functional as F
 import kiloword
 from cases import mostly_slow
 from commands import refused
-from folders import model_folder, word_pieces
+from folders import model_folder
 from kiloword.config.recipes import sizes
 from kiloword.interop import names
 from kiloword.interop.hf_clip import import_folder
 from kiloword.interop.towers import with_image_tower
 from kiloword.model.trunks.libraries import transformers
-from other_libraries import SIDE, first_losses, of_transformers, save, word_vocabulary
+from other_libraries import SIDE, WORDS, first_losses, of_transformers, save, save_whole, word_vocabulary
 
 PIXELS = torch.randint(0, 256, (2, 3, SIDE, SIDE), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
 TEXTS = ["a red dog", "It's 2 cats!", "red " * 30, ""]
-WORDS = {"vocab_size": 91, "max_position_embeddings": 20, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
 WHOLE = ("ChineseCLIP", "CLIP", "AltCLIP", "Aimv2", "Blip", "CLIPSeg", "GroupViT", "MetaClip2")
 
 
@@ -52,11 +51,9 @@ def test_a_model_of_transformers_that_our_towers_compute(kind: str, tmp_path: Pa
 def test_a_model_of_transformers_that_is_used_whole(kind: str, tmp_path: Path) -> None:
     """Features, tokens, scores, and the loss before the first step; the model folder needs the source no more."""
     theirs = of_transformers(kind, **WORDS, **({"project_dim": 24} if kind == "AltCLIP" else {}))
-    folder = save(theirs, tmp_path / kind)
-    library, limits = transformers(), {"pad_token": "[PAD]", "model_max_length": 16}
-    words = library.PreTrainedTokenizerFast(tokenizer_object=word_pieces(), **limits)
-    words.save_pretrained(str(folder))
+    folder = save_whole(theirs, tmp_path / kind)
     ours = kiloword.load(f"hf:{folder}")
+    words = transformers().AutoTokenizer.from_pretrained(folder)
     given = words(TEXTS, padding=True, truncation=True, return_tensors="pt")
     ids, mask = given["input_ids"], given["attention_mask"]
     packed = ours.tokenizer.encode(TEXTS, ours.model.config.text)

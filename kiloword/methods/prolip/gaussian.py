@@ -107,12 +107,7 @@ def _gap(a: Features, b: Features) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def inclusion_loss(
-    a: Features,
-    b: Features,
-    eps: float = -10.0,
-    c: float = 10.0,
-    form: Form = "paper",
-    reduction: Literal["per_dimension", "joint"] = "per_dimension",
+    a: Features, b: Features, eps: float, c: float, form: Form, reduction: Literal["per_dimension", "joint"]
 ) -> Tensor:
     """-log sigmoid(c H(a in b)) of N pairs: [N].
 
@@ -152,14 +147,17 @@ def log_variance(layer: nn.Linear, tokens: Tensor) -> Tensor:
 class Gaussian(Uncertainty):
     """Diagonal Gaussians: log variance from an uncertainty token by one linear layer per tower (section 3.1).
 
-    A causal text tower needs no class token: its end token attends to all words, and not to [UNC]. With
-    `variance_blocks` no token attends to [UNC], which is only a place of the output: that of a second path through
-    copies of the last blocks (PCME++, arXiv:2305.18171, its public code).
+    A tower of another library that is used whole gives one vector, which is read in place of the token. A causal text
+    tower needs no class token: its end token attends to all words, and not to [UNC]. With `variance_blocks` no token
+    attends to [UNC], which is only a place of the output: that of a second path through copies of the last blocks
+    (PCME++, arXiv:2305.18171, its public code).
     """
 
     @staticmethod
     def towers(config: ModelConfig, settings: GaussianSettings) -> ModelConfig:
         text, beside = config.text, settings.variance_blocks
+        if config.image.trunk.whole and not beside:
+            return config
         cls = "cls" in text.extra_tokens or (config.head.text_pool == "last" and not text.causal)
         text = replace(text, extra_tokens=("unc", "cls") if cls else ("unc",), uncertainty_blocks=beside)
         image = replace(config.image, uncertainty_token=True, uncertainty_blocks=beside)
