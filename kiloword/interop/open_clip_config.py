@@ -131,7 +131,7 @@ def raw_config(name: str) -> dict[str, Any]:
     name, at, tag = name.partition("@")
     raw = open_clip_config(name)
     if not at:
-        return raw
+        return dict(raw)
     import open_clip
 
     if not (published := open_clip.get_pretrained_cfg(name, tag)):
