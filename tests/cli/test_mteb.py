@@ -15,6 +15,7 @@ from folders import model_folder
 from kiloword.cli.mteb import embeddings, encoder
 from kiloword.data.open import open_source
 from kiloword.evaluation import evaluate
+from kiloword.model.trunks.libraries import torchvision_ready
 
 SOURCE: Any = open_source("scenes:test?task=colour&n=40", 40)
 RECORDS = [SOURCE.record(row) for row in range(40)]
@@ -39,6 +40,7 @@ def test_vectors_of_batches(kinds: list[str], tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")  # theirs
 def test_their_accuracy_is_ours(tmp_path: Path) -> None:
     """It was run with mteb 2.26.24 in an environment of its own: no lock of ours has mteb."""
+    torchvision_ready()
     mteb = pytest.importorskip("mteb", reason="mteb is not installed")
     from datasets import Dataset, DatasetDict
     from mteb.mocks.mock_tasks.zeroshot_classification import MockZeroShotClassificationTask
