@@ -41,7 +41,7 @@ BASIC = (  # words of python, in a folder with what `prepared` makes
     TRAIN,
     '-m kiloword score siglip/model --images photos/0.jpg --texts "a red circle" "two blue stars"',
 )
-SMOKE = "-m pytest -n 0 tests/losses tests/checkpoint/test_files.py tests/test_api.py"  # in the source archive
+SMOKE = "-m pytest -n 0 tests/losses tests/test_files.py tests/test_api.py"  # in the source archive
 
 
 @dataclass
