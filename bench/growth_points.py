@@ -155,7 +155,7 @@ def before_first_step(n: int, folder: Path) -> Call:
     words, data = Tokenizer.train(["a caption"], 262), DataConfig(sources=(str(folder),))
 
     def call() -> None:
-        deque(captions_of(source, 1_000), 0)
+        deque(itertools.islice(captions_of(source), 1_000), 0)
         order = sampler.Order(n, 256, next(_TURN))
         loader.Loader(source, order, data, TextConfig(vocab=262), 32, words).batch(0)
 
