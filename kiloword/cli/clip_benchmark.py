@@ -23,11 +23,11 @@ class Towers(nn.Module):
         super().__init__()
         self.model = matcher.model
 
-    def encode_image(self, images: Tensor) -> Any:
+    def encode_image(self, images: Tensor) -> Tensor:
         """uint8 [n, 3, H, W] -> [n, D], norm 1."""
         return self.model.image_features(images)["vec"]
 
-    def encode_text(self, texts: Texts) -> Any:
+    def encode_text(self, texts: Texts) -> Tensor:
         """T packed texts -> [T, D], norm 1."""
         return self.model.encode_text(texts)[1]["vec"]
 

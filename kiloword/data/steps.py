@@ -17,11 +17,7 @@ KILLED_S = 5.0  # seconds for a killed worker to end
 
 
 def in_order(
-    make: Callable[[int], Item],
-    steps: Iterable[int],
-    workers: int,
-    timeout: float = 300,
-    pin: bool = False,
+    make: Callable[[int], Item], steps: Iterable[int], workers: int, timeout: float = 300, pin: bool = False
 ) -> Iterator[Item]:
     """`make(step)` for every step, in order, prefetched by `workers` processes (0: made in this process).
 

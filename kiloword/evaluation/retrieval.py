@@ -16,15 +16,7 @@ from kiloword.data.columns import load_json
 from kiloword.data.query import read_options, split_query
 from kiloword.distributed.sharing import in_turns
 from kiloword.evaluation.features import Seen, captioned
-from kiloword.evaluation.metrics import (
-    Standing,
-    average_precision,
-    check_scores,
-    hit,
-    r_precision,
-    recall_at,
-    standing,
-)
+from kiloword.evaluation.metrics import Standing, average_precision, check_scores, hit, r_precision, recall_at, standing
 from kiloword.evaluation.task import Findings, Inputs, Values
 from kiloword.evaluation.tasks import RetrievalTaskOptions
 from kiloword.model.encoding import chunks, rows

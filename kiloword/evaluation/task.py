@@ -1,8 +1,7 @@
 """What an evaluation task is. All are declared in `tasks.py`, with their options; the loop is in `command.py`.
 
 `run(inputs, options)` of `evaluation/NAME.py` yields metrics, `(name, value)`, and where `inputs.page` is true also
-blocks for the page (`kiloword.report.blocks`). The page shows the metrics of all models in a table, then the blocks of
-each model.
+blocks for the page (`kiloword.report.blocks`). The page shows a table of all models' metrics, then each model's blocks.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class NoOptions:
     """The options of a task that has none."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Task:
     """A task, as Python and the command line know it."""
 

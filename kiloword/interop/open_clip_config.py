@@ -97,12 +97,7 @@ def translate(name: str, raw: Mapping[str, Any]) -> ModelConfig:
         else:
             size, heads = vision["image_size"], vision["width"] // vision.get("head_width", 64)
             image = ImageConfig(size=size, patch=vision["patch_size"], heads=heads, **_shared(vision, activation))
-        config = ModelConfig(
-            image=image,
-            text=_text(text, activation),
-            head=head,
-            preprocess=preprocess_of(name, raw),
-        )
+        config = ModelConfig(image=image, text=_text(text, activation), head=head, preprocess=preprocess_of(name, raw))
         return _with_coca(config, raw) if family == "coca" else config
     except (KeyError, TypeError, ArithmeticError, AttributeError) as error:
         raise Unlike(f"{name} has no configuration as open_clip's models have it ({error!r}).") from error
@@ -131,7 +126,7 @@ def raw_config(name: str) -> dict[str, Any]:
     name, at, tag = name.partition("@")
     raw = open_clip_config(name)
     if not at:
-        return dict(raw)
+        return raw
     import open_clip
 
     if not (published := open_clip.get_pretrained_cfg(name, tag)):

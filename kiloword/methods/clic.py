@@ -22,18 +22,7 @@ from kiloword.methods.negatives import WORD, content_words, without
 from kiloword.methods.sub_captions import sentences_of
 from kiloword.model.model import Model
 from kiloword.randomness import Draw
-from kiloword.types import (
-    Batch,
-    Encoded,
-    Example,
-    Features,
-    Fetch,
-    Input,
-    PairBlocks,
-    Pairs,
-    Total,
-    image_shape,
-)
+from kiloword.types import Batch, Encoded, Example, Features, Fetch, Input, PairBlocks, Pairs, Total, image_shape
 
 IMAGES, POSITIVES, NEGATIVES = "clic_images", "clic_positives", "clic_negatives"  # inputs: uint8 [I, 3, H, W], texts
 PIXELS = (

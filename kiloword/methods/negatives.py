@@ -17,18 +17,7 @@ from kiloword.losses.pairs import softmax_loss
 from kiloword.methods.method import Component, Method, Part, ScaledContrast
 from kiloword.model.model import Model
 from kiloword.randomness import Draw
-from kiloword.types import (
-    BadSample,
-    Batch,
-    Encoded,
-    Example,
-    Features,
-    Fetch,
-    Input,
-    PairBlocks,
-    Source,
-    Total,
-)
+from kiloword.types import BadSample, Batch, Encoded, Example, Features, Fetch, Input, PairBlocks, Source, Total
 
 SWAPPED = "swapped_captions"  # the input: texts
 LOOKED = 1000  # rows whose captions are counted before the first step

@@ -88,10 +88,7 @@ def attach(model: Model, config: LoraConfig, seed: int, pretrained: Collection[s
     """
     if not pretrained:
         raise ValueError("--lora.rank: LoRA adapts pretrained weights, and both towers start from random ones: --init.")
-    # by default every layer of a model that another library runs, whose layers have other names than kiloword's
-    whole = model.config.image.trunk.whole and config.targets == LoraConfig().targets
-    targets = ("all",) if whole else config.targets
-    layers = {path: layer for target in targets for path, layer in _layers(model, target, pretrained)}
+    layers = {path: layer for target in config.targets for path, layer in _layers(model, target, pretrained)}
     adapted = Counter(path.partition("_")[0] for path in layers)
     for tower in adapted:
         for name, p in model.named_parameters():

@@ -88,8 +88,7 @@ def commit(module: nn.Module, skipped: Tensor) -> None:
 class Bottleneck(Unit):
     """1x1, 3x3 and 1x1 convolutions and a shortcut.
 
-    Args: pooled: average pooling in place of strided convolutions (CLIP's), so that a shift of the image moves the
-    output smoothly.
+    Args: pooled: average pooling in place of strided convolutions (CLIP's), so that shifts move the output smoothly.
     """
 
     def __init__(self, before: int, channels: int, stride: int, pooled: bool) -> None:

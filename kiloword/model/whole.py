@@ -23,7 +23,7 @@ class WholeImage(nn.Module):
         check_no_tokens(config, f"{config.trunk.name}, used whole,")
         self.config, self.trunk = config, image_trunk(config.trunk)
 
-    def forward(self, images: Tensor, keep: Tensor | None = None, masked: Tensor | None = None) -> Any:
+    def forward(self, images: Tensor, keep: Tensor | None = None, masked: Tensor | None = None) -> Tensor:
         """Images [I, 3, H, W], normalised, or their stored vectors, to [I, 1, W]. Raises: ValueError for masks."""
         if keep is not None or masked is not None:
             raise ValueError(
@@ -32,7 +32,8 @@ class WholeImage(nn.Module):
         if images.dim() == 3:
             return images
         check_pixels(images, self.config.size)
-        return self.trunk(images)
+        vectors: Tensor = self.trunk(images)
+        return vectors
 
 
 class WholeText(TextTower):
@@ -46,9 +47,11 @@ class WholeText(TextTower):
             raise ValueError(f"{config.trunk.name} is used whole: it has no extra tokens.")
         self.config, self.trunk = config, text_trunk(config)
 
-    def forward(self, texts: Texts) -> Any:
+    def forward(self, texts: Texts) -> Tensor:
         """[S, W]."""
-        return self.with_tokens(texts).tokens
+        tokens = self.with_tokens(texts).tokens
+        assert tokens is not None
+        return tokens
 
     def packing(self, texts: Texts) -> Packing:
         """Packing of texts."""

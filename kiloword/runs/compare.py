@@ -129,8 +129,7 @@ def groups_of(runs: Sequence[Run]) -> list[Group]:
 
 
 def series(run: Run) -> dict[str, Curve]:
-    """Losses, validation and speed of a run. The loss of another method or batch size has another name: it is another
-    quantity."""
+    """Losses, validation and speed of a run. The loss of another method or batch size has a name of its own."""
     loss = f"loss of {run.recipe.get('method', 'its method')}, batch {run.batch}"
     names = [*run.losses, *(name for name in run.curves if name.startswith("val/")), *SPEED]
     return {

@@ -23,8 +23,7 @@ from kiloword.training.resolve import Run
 class Meter:
     """Collects the values of a log row and counts skipped steps, without waiting for the device between rows.
 
-    The counts are `run.skipped_steps` and `run.skipped_in_a_row`, the same on all ranks; on a CPU each step counts at
-    once.
+    The counts are `run.skipped_steps` and `run.skipped_in_a_row`, the same on all ranks; a CPU counts steps at once.
     """
 
     def __init__(self, run: Run) -> None:

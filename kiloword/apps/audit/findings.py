@@ -54,10 +54,7 @@ class AuditedData:
 
 
 def findings_of(
-    data: AuditedData,
-    fits: Fits | None,
-    look: Callable[[int], Pixels],
-    names: Sequence[str] | None,
+    data: AuditedData, fits: Fits | None, look: Callable[[int], Pixels], names: Sequence[str] | None
 ) -> Iterator[Finding]:
     """All findings, the worst of each kind first. Args: look: pixels of a row; names: of the classes."""
     places = data.places

@@ -37,8 +37,7 @@ CARDS = {
 class Plan(BaseSettings):
     """Estimate the memory, time and network traffic of a run, and list the layouts that fit.
 
-    plan takes flags of `kiloword train` too, such as --recipe and --settings.NAME. By default --size is b16 and --batch
-    1024.
+    plan takes flags of `kiloword train` too, such as --recipe and --settings.NAME. Defaults: --size b16, --batch 1024.
 
     Examples:
       kiloword plan siglip --size b16 --gpus 8 --batch 8192 --samples 1e9 --gpu h100

@@ -19,16 +19,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from kiloword.apps.search.library import (
-    FILE,
-    OF_GAUSSIANS,
-    Library,
-    LibraryFile,
-    publish,
-    read_file,
-    stamps_of,
-    tidy,
-)
+from kiloword.apps.search.library import FILE, OF_GAUSSIANS, Library, LibraryFile, publish, read_file, stamps_of, tidy
 from kiloword.apps.search.photos import deleted, scan
 from kiloword.data.reading import EvalBatch, eval_batches
 from kiloword.data.rows import Rows, key_bytes

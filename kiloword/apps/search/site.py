@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import re
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from ipaddress import ip_address
 from pathlib import Path
@@ -26,7 +25,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -75,7 +74,7 @@ class Site:
     def search(self, request: Request) -> Response:
         """The page or the JSON of a text, of a photo of the library (like), or of the first photos."""
         library, asked = self.now(), request.query_params
-        within, title, about = asked.get("in", ""), "Search", [f"{len(library):,} photos"]
+        within, title, about = asked.get("in", ""), "Search", f"{len(library):,} photos"
         if "like" in asked:
             row = _row(library, asked["like"])
             found = find(library, self.matcher, [(library.features["vec"][row], 1)], SHOWN, within)
@@ -85,12 +84,12 @@ class Site:
             with self.one:
                 found = find(library, self.matcher, [(asked["q"], 1)], SHOWN, within)
                 for tokens, read in self.matcher.tokenizer.cut([asked["q"]], self.matcher.model.config.text).values():
-                    about.append(f"The query has {tokens} tokens; the model reads {read}.")
+                    about += f"\n\nThe query has {tokens} tokens; the model reads {read}."
         else:
             found = [Match(row) for row in range(len(library))[:SHOWN]]
         photos = listed(library, found)
         if request.url.path != "/":
-            return Response(json.dumps(photos), media_type="application/json")
+            return JSONResponse(photos)
         return _page(title, about, asked, photos)
 
     async def upload(self, request: Request) -> Response:
@@ -116,7 +115,7 @@ class Site:
                 found = find(library, self.matcher, [(image, 1)], SHOWN)
         except ValueError as error:
             raise HTTPException(400, f"The photo cannot be used: {error.__cause__ or error}") from None
-        return _page("Photos like yours", [], {}, listed(library, found))
+        return _page("Photos like yours", "", {}, listed(library, found))
 
     def image(self, request: Request) -> Response:
         """A photo as a JPEG without anything else of its file."""
@@ -135,18 +134,23 @@ def _row(library: Library, number: str) -> int:
 
 
 def _page(
-    title: str, about: Sequence[str], asked: Mapping[str, str], photos: list[Any] | None = None, status: int = 200
+    title: str, about: str, asked: Mapping[str, str], photos: list[Any] | None = None, status: int = 200
 ) -> Response:
     template = environment(Path(__file__).parent).get_template("site.html")
-    page = Page(title, "\n\n".join(about), {})
+    page = Page(title, about, {})
     html = template.render(page=page, policy=SITE_POLICY, asked=asked, photos=photos)
     return Response(plain(html), status, {"Cache-Control": "no-store"}, "text/html")
 
 
 def _failure(request: Request, error: Exception) -> Response:
-    """A page that says what is wrong."""
+    """What is wrong: a page, or {"error": TEXT} where JSON was asked for."""
     status, text = (error.status_code, error.detail) if isinstance(error, HTTPException) else (400, str(error))
-    return _page("Search", [text[:1].upper() + text[1:500]], {}, status=status)
+    text = text[:1].upper() + text[1:500]
+    return (
+        _page("Search", text, {}, status=status)
+        if request.url.path != "/photos.json"
+        else JSONResponse({"error": text}, status)
+    )
 
 
 @lru_cache(1024)  # photos of 15 to 300 kB each
@@ -172,7 +176,7 @@ def application(library: Library, matcher: Matcher, host: str) -> ASGIApp:
         asked = Headers(scope=scope).get("host", "")
         wrong = f"This site does not answer under the name “{asked[:100]}”: open it by an address of this machine, or "
         here = _is_here(asked, names)
-        answer = inner if here else _page("Search", [wrong + "as localhost."], {}, status=400)
+        answer = inner if here else _page("Search", wrong + "as localhost.", {}, status=400)
         await answer(scope, receive, send)
 
     return application

@@ -16,15 +16,7 @@ from torch import Tensor, nn
 from kiloword.config.recipes import ModelConfig, TextConfig
 from kiloword.config.settings import BELOW_1, setting
 from kiloword.methods import clip
-from kiloword.methods.coca.coca import (
-    Decoding,
-    NextWords,
-    caption_loss,
-    decoder_of,
-    ended,
-    memory_width,
-    text_decoder,
-)
+from kiloword.methods.coca.coca import Decoding, NextWords, caption_loss, decoder_of, ended, memory_width, text_decoder
 from kiloword.methods.method import Method, Part
 from kiloword.model.blocks import CrossBlock
 from kiloword.model.decoder import DecoderMemory

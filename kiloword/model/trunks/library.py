@@ -112,8 +112,8 @@ class TimmVision(LibraryTrunk):
         self.prefix, self.width = int(getattr(self.net, "num_prefix_tokens", 0)), int(self.net.num_features)
         self.only_floats()
 
-    def tokens(self, *inputs: Tensor) -> Any:
-        x = self.net.forward_features(inputs[0])
+    def tokens(self, *inputs: Tensor) -> Tensor:
+        x: Tensor = self.net.forward_features(inputs[0])
         if x.dim() == 3:
             return x
         return x.flatten(2).transpose(1, 2) if x.shape[1] == self.width else x.flatten(1, 2)
@@ -145,13 +145,15 @@ class OpenClipVision(LibraryTrunk):
             net.proj = net.attn_pool = None
         self.only_floats()
 
-    def tokens(self, *inputs: Tensor) -> Any:
+    def tokens(self, *inputs: Tensor) -> Tensor:
         if self.whole:
-            return self.net(inputs[0])[:, None]
+            vectors: Tensor = self.net(inputs[0])
+            return vectors[:, None]
         if self.timm:
-            x = self.net.trunk.forward_features(inputs[0])
+            x: Tensor = self.net.trunk.forward_features(inputs[0])
             return x if x.dim() == 3 else x.flatten(2).transpose(1, 2)
-        return self.net.ln_post(self.net.transformer(self.net._embeds(inputs[0])))
+        tokens: Tensor = self.net.ln_post(self.net.transformer(self.net._embeds(inputs[0])))
+        return tokens
 
 
 class OpenClipText(LibraryTrunk):
@@ -177,9 +179,10 @@ class OpenClipText(LibraryTrunk):
         texts = inputs[0]
         return _at_ends(self.vectors(texts.ids.view(len(texts), -1).long()), texts)
 
-    def vectors(self, ids: Tensor, mask: Tensor | None = None) -> Any:
+    def vectors(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         """Padded ids [T, L] to [T, D]. Args: mask: of texts without pads; not used."""
-        return self.net(ids)
+        vectors: Tensor = self.net(ids)
+        return vectors
 
 
 class HfVision(LibraryTrunk):
@@ -194,8 +197,9 @@ class HfVision(LibraryTrunk):
         self.prefix = int(made.model_type != "siglip_vision_model") + int(getattr(made, "num_register_tokens", 0))
         self.only_floats()
 
-    def tokens(self, *inputs: Tensor) -> Any:
-        return self.net(pixel_values=inputs[0]).last_hidden_state
+    def tokens(self, *inputs: Tensor) -> Tensor:
+        tokens: Tensor = self.net(pixel_values=inputs[0]).last_hidden_state
+        return tokens
 
 
 class HfWhole(LibraryTrunk):
@@ -215,13 +219,13 @@ class HfWhole(LibraryTrunk):
                 delattr(self.net, name)
         self.only_floats()
 
-    def tokens(self, *inputs: Any) -> Any:
+    def tokens(self, *inputs: Any) -> Tensor:
         if not self.text:
             return _vectors(self.net.get_image_features(pixel_values=inputs[0]))[:, None]
         texts, packing = inputs
         return _at_ends(self.vectors(packing.pad(texts.ids, self.pad), packing.valid), texts)
 
-    def vectors(self, ids: Tensor, mask: Tensor) -> Any:
+    def vectors(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Padded ids [T, L], and which are no pads, to [T, D]."""
         return _vectors(self.net.get_text_features(input_ids=ids.long(), attention_mask=mask.long()))
 
@@ -235,8 +239,9 @@ def hf_model(config: Mapping[str, Any], types: tuple[str, ...] = HF_WHOLE) -> An
         return library.AutoModel.from_config(made, trust_remote_code=False)
 
 
-def _vectors(out: Any) -> Any:
-    return getattr(out, "pooler_output", out)  # of transformers 5, or of 4
+def _vectors(out: Any) -> Tensor:
+    vectors: Tensor = getattr(out, "pooler_output", out)  # of transformers 5, or of 4
+    return vectors
 
 
 def _at_ends(vectors: Tensor, texts: Texts) -> Tensor:
@@ -244,12 +249,13 @@ def _at_ends(vectors: Tensor, texts: Texts) -> Tensor:
     return vectors.new_zeros(len(texts.ids), vectors.shape[1]).index_copy(0, texts.starts[1:].long() - 1, vectors)
 
 
-def open_clip_config(name: str) -> Any:
+def open_clip_config(name: str) -> dict[str, Any]:
     """The configuration of open_clip's model `name`. Raises: ValueError for a name that it does not know."""
     library = _library("open_clip")
     if name not in library.list_models():
         raise ValueError(_unknown("open_clip", name, library.list_models()))
-    return library.get_model_config(name)
+    config: dict[str, Any] = library.get_model_config(name)
+    return config
 
 
 def check_hf(config: Mapping[str, Any], types: tuple[str, ...] = HF_TYPES) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from kiloword.config.recipes import TextConfig
 from kiloword.model.trunks.bert import TYPES, Bert, is_bert, positions_of
@@ -61,11 +61,12 @@ class PaddedText(Trunk):
         self.pad = int(config.get("pad_token_id") or 0)
         self.eval()
 
-    def tokens(self, *inputs: Any) -> Any:
+    def tokens(self, *inputs: Any) -> Tensor:
         """Tokens [S + tail, W'] of texts and their packing."""
         texts, packing = inputs
         out = self.encoder(input_ids=packing.pad(texts.ids, self.pad), attention_mask=packing.valid.long())
-        return packing.unpad(out.last_hidden_state)
+        tokens: Tensor = packing.unpad(out.last_hidden_state)
+        return tokens
 
     def blocks(self) -> list[list[str]]:
         counts = {name: len(part) for name, part in self.named_modules() if isinstance(part, nn.ModuleList)}

@@ -77,11 +77,10 @@ def test_a_search_shows_the_photos_in_order(site: Site, root: Path) -> None:
     status, html, headers = site.ask("/?q=a+dog")
     assert (status, ids(html)) == (200, [library.cells(one.row)["id"] for one in found])
     assert [f"{one.score:.3f}" in html.decode() for one in found] == [True] * 7
-    assert re.findall('"id": "(.{16})"', ask(site, "/photos.json?q=a+dog").decode()) == ids(html)
+    assert re.findall('"id":"(.{16})"', ask(site, "/photos.json?q=a+dog").decode()) == ids(html)
     policy = headers["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'; ")
-    assert "frame-ancestors 'none'" in policy
-    assert "script" not in policy
+    assert ("frame-ancestors 'none'" in policy, "script" in policy) == (True, False)
     assert len(ids(ask(site, "/"))) == 7
     assert len(ids(ask(site, "/?q=a+dog&in=deep"))) == 3
     assert ids(ask(site, "/?q=a+dog&in=nowhere")) == []
@@ -119,6 +118,7 @@ NOTHING += ["/../model/config.json", "/?like=../1", "//example.org/a", "/other/0
     ("path", "status", "word"),
     [
         ("/?q=+", 400, "expected words"),
+        ("/photos.json?q=+", 400, '{"error":"'),
         ("/?q=https://example.org/dog.jpg", 200, "https://example.org/dog.jpg"),
         (f"/?q={'dog+' * 2_000}", 200, "tokens"),
         *((quote(path, safe="/?=%."), 404, "") for path in NOTHING),
