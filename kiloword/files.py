@@ -104,11 +104,11 @@ class Lock:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
             if not isinstance(self._lock, SoftFileLock):  # of a file system without locks: its file says who holds it
-                self.path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+                self.path.write_text(f"process {os.getpid()} on {socket.gethostname()}", "utf-8")
             for left in folder.rglob(f".*{TEMPORARY}"):
                 _remove(left)
         except Timeout:
-            holder = self.path.read_text(encoding="utf-8", errors="replace")[:200] or "another process"
+            holder = self.path.read_text("utf-8", errors="replace")[:200] or "another process"
             raise ValueError(f"{holder} is {doing} {out}: wait for its end, or choose another folder.") from None
         except OSError as e:
             raise ValueError(f"{out} cannot be written ({e.strerror}): choose another folder.") from e
@@ -129,7 +129,7 @@ class Lock:
 def held(folder: Path) -> bool:
     """Whether a process of this machine holds the `Lock` of a folder, by what the lock's file says."""
     try:
-        process, _, machine = (folder / LOCK).read_text(encoding="utf-8").removeprefix("process ").partition(" on ")
+        process, _, machine = (folder / LOCK).read_text("utf-8").removeprefix("process ").partition(" on ")
         os.kill(int(process), 0)
     except PermissionError:  # of another user
         pass

@@ -71,7 +71,7 @@ def uniform(seeds: Tensor, purpose: str, n: int) -> Tensor:
     """
     import torch
 
-    counter = torch.arange(n, device=seeds.device, dtype=torch.int64)
+    counter = torch.arange(n, device=seeds.device)
     x = seeds[:, None] ^ _mix(counter[None] + (key(purpose) & 0x7FFFFFFF))
     bits = (_mix(_mix(x)) >> 16) & 0xFFFFFF
     return bits.to(torch.float32) / float(1 << 24)

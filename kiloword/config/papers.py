@@ -81,7 +81,7 @@ class NamedRecipe(BaseSettings):
 @cache
 def _tables() -> dict[str, dict[str, Any]]:
     """The tables of all papers, by name; those whose name begins with an underscore are only inherited from."""
-    files = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.toml"))]
+    files = [tomllib.loads(path.read_text("utf-8")) for path in sorted(FOLDER.glob("*.toml"))]
     papers = [(file.pop("paper"), file) for file in files]
     return {name: {"paper": paper, **table} for paper, file in papers for name, table in file.items()}
 
@@ -130,7 +130,7 @@ def read(path: Path) -> NamedRecipe:
     if not path.is_file():
         raise ValueError(f"{path} is no file: --config takes a TOML file, or the config.json of a run.")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text("utf-8")
         table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         if not isinstance(table, dict):
             raise ValueError("expected a table of settings.")

@@ -55,14 +55,16 @@ class ImageConfig(BaseSettings):
     depth: int = setting(12, "number of blocks; 0: only with --image-tower", 0, DEPTH)
     heads: int = setting(12, "attention heads of each block", 1, DEPTH)
     mlp: int = setting(3072, "hidden width of the MLP", 1, 1 << 20)
-    stem: Literal["linear", "conv"] = setting("linear", "conv: 3x3 convolutions in place of one strided one")
-    stem_bias: bool = setting(False, "bias of the patch convolution")
+    stem: Literal["linear", "conv"] = setting(
+        "linear", "conv: 3x3 convolutions in place of one strided one", needs="tower=vit"
+    )
+    stem_bias: bool = setting(False, "bias of the patch convolution", needs="tower=vit")
     class_token: bool = setting(True, "a learned token before the patches")
     extra_tokens: int = setting(0, "number of learned tokens after the class token: registers, mixture tokens", 0, 4096)
     uncertainty_token: bool = setting(False, "a learned token before the patches, for a Gaussian's variance")
     uncertainty_blocks: int = setting(0, "blocks beside the last ones for the uncertainty token; 0: learned", 0, DEPTH)
     mask_token: bool = setting(False, "a learned token that replaces masked patches; only where a method trains it")
-    pre_norm: bool = setting(True, "layer norm before the first block (CLIP)")
+    pre_norm: bool = setting(True, "layer norm before the first block (CLIP)", needs="tower=vit")
     activation: Activation = setting("gelu", "activation of the MLP")
     norm_eps: float = setting(1e-5, "epsilon of the layer norms", 1e-20, 1)
     init_std: float = setting(0.0, "deviation of initial positions and tokens; 0: width^-1/2", 0, 100)
@@ -318,7 +320,7 @@ def sizes() -> dict[str, ModelConfig]:
     tiny = _learned(_size(8, 128, 4, 8, 128, 3, 8, 128), size=64, stem="conv", init_std=1.0)
     debug = replace(
         tiny,
-        image=ImageConfig(size=32, patch=16, width=32, depth=2, heads=2, mlp=64),
+        image=ImageConfig(size=32, width=32, depth=2, heads=2, mlp=64),
         text=TextConfig(context=32, vocab=512, width=32, depth=2, heads=2, mlp=64),
         head=HeadConfig(dim=16),
     )

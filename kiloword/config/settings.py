@@ -129,7 +129,7 @@ def read_config(path: Path, kind: type[T]) -> T:
     try:
         if path.stat().st_size > LARGEST:
             raise ValueError(f"it has more than {LARGEST:,} bytes.")
-        settings = parse(json.loads(path.read_text(encoding="utf-8")), kind)
+        settings = parse(json.loads(path.read_text("utf-8")), kind)
         check(settings, prefix="")
         return settings
     except (ValueError, RecursionError) as e:  # RecursionError: thousands of nested brackets

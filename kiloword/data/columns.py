@@ -70,9 +70,11 @@ def columns_by_content(path: Path, cells: Cells | None = None) -> tuple[list[str
         cells = _read_csv(path, column_names(path), _LOOKED_AT)[0]
     for name, column in (cells or {}).items():
         values = [cell for cell in column[:_LOOKED_AT] if isinstance(cell, str) and cell.strip()]
-        named = sum(os.path.splitext(value)[1].lower()[1:] in IMAGE_SUFFIXES and "://" not in value for value in values)
-        if 2 * named > len(values):
-            images.append(name)
+        head, *named = (
+            os.path.splitext(x)[1].lower()[1:] in IMAGE_SUFFIXES and "://" not in x for x in (name, *values)
+        )
+        if 2 * sum(named) > len(values):
+            images += [name] * (not head)  # else the first line is a row
         elif 2 * sum(" " in value.strip() for value in values) > len(values) < 2 * len(set(values)):
             sentences.append(name)
     return images, sentences
@@ -168,11 +170,19 @@ def load_json(path: Path) -> Any:
     """The value of a file. Errors: ValueError for what is no JSON."""
     raw = path.read_bytes()
     if path.suffix.lower() == ".jsonl":  # an object in each line
-        raw = b"[" + b",\n".join(line for line in raw.splitlines() if line.strip()) + b"]"
+        return [_object(line) for line in raw.split(b"\n") if line.strip()]
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:  # the message has line and column, and nothing of the file
         raise ValueError(f"{path} is no JSON: {error}.") from None
+
+
+def _object(line: bytes) -> Any:
+    """The object in a line; one without anything, a bad row, where there is none."""
+    with suppress(ValueError, RecursionError):
+        if isinstance(row := json.loads(line), dict):
+            return row
+    return {}
 
 
 def load_objects(path: Path, data: Any = None) -> Cells:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pyarrow.compute
 
@@ -24,6 +25,7 @@ from kiloword.data.folders import (
     parents_of_images,
 )
 from kiloword.data.joins import kept, with_captions
+from kiloword.data.map_style import MapStyleSource
 from kiloword.data.query import FORM, parse_query, split_query
 from kiloword.data.rows import Rows
 from kiloword.data.sample import check_regular
@@ -36,7 +38,7 @@ from kiloword.types import Source
 
 __all__ = ["expand", "mix", "open_data", "open_source"]
 
-_TABLES = (".csv", ".tsv", ".parquet", ".txt", ".token")
+_TABLES = (".csv", ".tsv", ".parquet", ".txt", ".token", *JSON)
 _TAR = re.compile(r".*\.(tar(\.(gz|bz2|xz|zst))?|tgz|tbz2|txz)", re.I)  # those that are packed are refused as tars
 _BESIDE_TARS = (".txt", ".json", ".csv", ".parquet", ".arrow", ".kwindex", ".md", ".log")  # what tools write
 _KINDS = (
@@ -45,14 +47,16 @@ _KINDS = (
 )
 
 
-def open_source(src: str, size: int | None = None) -> Source:
+def open_source(src: Any, size: int | None = None) -> Source:
     """The data set that `src` names.
 
-    Args: src: see docs/data.md; after "tree:" class data, with captions by a tree of classes; after "train-part:" or
-    "val-part:" one part of any; size: height and width of drawn images (scenes) in pixels.
+    Args: src: see docs/data.md, or a data set in Python; after "tree:" class data, with captions by a tree
+    of classes; after "train-part:" or "val-part:" one part of any; size: side of drawn images (scenes) in pixels.
     Errors: ValueError when nothing is there, or nothing can be read. What is left out (`notes`) is printed on stderr.
     """
-    source = _open(src, size)
+    if not isinstance(src, str | Path):
+        return src if hasattr(src, "record") else MapStyleSource(src)
+    source = _open(str(src), size)
     warn_once(*getattr(source, "notes", []))
     return source
 
@@ -82,7 +86,7 @@ def _open(src: str, size: int | None) -> Source:
     path = Path(name).expanduser()
     if not path.exists():
         raise ValueError(f"{name}: no such file or folder. Expected {_KINDS}; {{a,b}}, * and ; belong to a name.")
-    if path.suffix.lower() in (*_TABLES, *JSON) and path.is_file():
+    if path.suffix.lower() in _TABLES and path.is_file():
         return open_table(src, path, parse_query(name, query))
     if query:
         raise ValueError(

@@ -168,6 +168,7 @@ class Rows:
                 _opened.cache_clear()  # a stale handle of a network drive stays stale
                 raise
             reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else "not a file name"
+            reason += "; its name is not UTF-8" * any("\ud7ff" < sign < "\ue000" for sign in place)
             raise BadSample(f"image cannot be read ({reason})") from None
         if not image:
             raise BadSample("the image has zero bytes")

@@ -68,5 +68,5 @@ def explain(message: str) -> bool:
     if path:
         about = {"py_callstack": message, "timestamp": str(int(time.time()))}
         with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": about}}), encoding="utf-8")
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": about}}), "utf-8")
     return not path or os.environ.get("RANK", "0") == "0"

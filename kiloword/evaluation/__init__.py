@@ -11,13 +11,13 @@ from kiloword.report.blocks import Block
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
-    from kiloword.types import Skipped, Source
+    from kiloword.types import Skipped
 
 
 def evaluate(
     matcher: Matcher | None,
     task: str,
-    source: Source | str,
+    source: Any,
     *,
     batch: int = IMAGES,
     workers: int = 0,
@@ -27,19 +27,18 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluate a model by one task on one data set: evaluate(matcher, "retrieval", "scenes:test?n=20", shortlist=5)
 
-    Args: matcher, None for captions of a table; task one of TASKS; source as on the command line, or opened; batch:
-    images encoded at a time; workers: loader processes; skipped: receives the rows that cannot be used; blocks:
-    receives what the page shows beside the metrics; options: fields of the task's `options`.
+    Args: matcher, None for captions of a table; task one of TASKS; source as on the command line, or an opened or
+    Python data set; batch: images encoded at a time; workers: loader processes; skipped: receives the rows that cannot
+    be used; blocks: receives what the page shows beside the metrics; options: fields of the task's `options`.
     Returns: metrics by name, and the number of skipped rows as "skipped". Where ranks share
     the work, all of them get the metrics, but only the first gets the metrics of captions.
     Raises: ValueError for an unknown task or option, and for data that the task cannot use.
     """
     declared = find(task)
     chosen = declared.options_from(options)
-    if isinstance(source, str):
-        from kiloword.data.open import open_source
+    from kiloword.data.open import open_source
 
-        source = open_source(source, size=None if matcher is None else matcher.model.config.image.size)
+    source = open_source(source, None if matcher is None else matcher.model.config.image.size)
     noted = [] if skipped is None else skipped
     return run(declared, Inputs(matcher, source, batch, workers, noted, blocks is not None), chosen, blocks)
 
@@ -50,7 +49,7 @@ def run(task: Task, inputs: Inputs, options: Any, blocks: list[Block] | None = N
     before, values = len(inputs.skipped), dict[str, float]()
     for found in task.run(inputs, options):
         if isinstance(found, tuple):
-            values[found[0]] = found[1]
+            values[found[0]] = float(found[1])
         elif blocks is not None:
             blocks.append(found)
     return {**values, "skipped": float(len(inputs.skipped) - before)}

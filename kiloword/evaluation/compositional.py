@@ -179,7 +179,7 @@ class Cuts:
         if w < 1 or h < 1:
             raise BadSample(f"its box is {w} x {h} pixels")
         part = Image.fromarray(decode(record.image)).crop((x, y, x + w, y + h))
-        return replace(record, image=np.asarray(part, dtype=np.uint8))
+        return replace(record, image=np.asarray(part, np.uint8))
 
 
 def scored(inputs: Inputs, items: Sequence[Item]) -> tuple[Cuts, list[tuple[Item, Tensor, Tensor]]]:
@@ -257,7 +257,7 @@ def means(
     """Means of a figure: over items, at chance, over the categories that the benchmark counts, of each category."""
     names, of, count = np.unique(categories, return_inverse=True, return_counts=True)
     # of ARO's relations, those that hold in both directions, which its code does not count
-    relations = Path(__file__).with_name("symmetric_relations.txt").read_text(encoding="utf-8").splitlines()
+    relations = Path(__file__).with_name("symmetric_relations.txt").read_text("utf-8").splitlines()
     counted = (count >= benchmark.least) & ~np.isin(names, [] if benchmark.symmetric else relations)
     for suffix, values in (("", right), ("_chance", chance)):
         by_category = np.bincount(of, values) / count

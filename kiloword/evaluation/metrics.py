@@ -72,7 +72,7 @@ def _ranked(scores: Tensor, relevant: Tensor) -> tuple[Tensor, Tensor, Tensor, T
     """Of every place of a ranking [N, C]: where its group of tied items starts and its size, and how many relevant
     items are ahead of the group and in it.
     """
-    order = check_scores(scores).argsort(dim=1, descending=True)
+    order = check_scores(scores).argsort(descending=True)
     rising = -scores.gather(1, order)
     start, end = torch.searchsorted(rising, rising), torch.searchsorted(rising, rising, right=True)
     cumulative = relevant.gather(1, order).double().cumsum(1)

@@ -116,7 +116,7 @@ def _known(
     frequent = majority() if callable(majority) else {None: counted[0]} if counted else {}
     answers = counted or getattr(source, "answers", None)
     if options.answers is not None:
-        lines = options.answers.read_text(encoding="utf-8-sig").split("\n")
+        lines = options.answers.read_text("utf-8-sig").split("\n")
         answers = [line.strip() for line in lines if line.strip()]
     if not answers and (options.decode != "free" or options.answers is not None):
         raise ValueError(

@@ -128,7 +128,7 @@ def nucleus(logp: Tensor, chance: Tensor, top_p: float, temperature: float = 1.0
     Args: logp [N, V], -inf for forbidden tokens, not necessarily normalised; chance [N]: random numbers in [0, 1).
     Returns: [N] int64. Source: arXiv:1904.09751, section 3.1.
     """
-    likely, order = (logp / temperature).softmax(-1).sort(dim=1, descending=True, stable=True)
+    likely, order = (logp / temperature).softmax(-1).sort(descending=True, stable=True)
     inside = (likely.double().cumsum(1) - likely < top_p) & (likely > 0)
     kept = (likely.double() * inside).cumsum(1)
     place = (kept <= chance[:, None] * kept[:, -1:]).sum(1)

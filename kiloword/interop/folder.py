@@ -94,7 +94,7 @@ def write(imported: Imported, weights: Path, out: Path, origin: str) -> None:
     file = ModelFile(method=imported.method, settings=imported.settings, model=imported.config, data=origin)
     with new_folder(out) as work:
         words = tokenizer(imported.config, weights, imported.captions)
-        model = build(imported.config, preset(imported.method, imported.settings), seed=0)
+        model = build(imported.config, preset(imported.method, imported.settings))
         check_finite(imported.state, str(weights))
         model.load_state_dict({**model.state_dict(), **imported.state})
         save_model(work, model, words, file)

@@ -163,7 +163,7 @@ def json_object(path: Path, kind: type = dict) -> Any:
     if path.stat().st_size > LARGEST:
         raise ValueError(f"{path} has {path.stat().st_size:,} bytes: expected a description of at most {LARGEST:,}.")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, kind):

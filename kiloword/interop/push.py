@@ -25,6 +25,8 @@ EXPORT = (  # files of all targets of `kiloword export`; no other file of a fold
     *("image.onnx", "image.onnx.data", "text.onnx", "text.onnx.data", "modules.json", "1_Normalize/config.json"),
     *("config_sentence_transformers.json", "sentence_bert_config.json", "config.json", "tokenizer.json"),
     *("tokenizer_config.json", "preprocessor_config.json", "processor_config.json"),
+    *("visual/model.onnx", "visual/preprocess_cfg.json", "textual/model.onnx", "textual/tokenizer.json"),
+    "textual/tokenizer_config.json",
 )
 LOADED = re.compile(r'(kiloword\.load\("|"local-dir:|from_pretrained\("|SentenceTransformer\(")FOLDER')  # in a card
 HUB = {'kiloword.load("': 'kiloword.load("hf-hub:', '"local-dir:': '"hf-hub:'}
@@ -53,7 +55,7 @@ def files_of(path: Path) -> tuple[Path, list[str]]:
 
 
 def _says(path: Path, words: str) -> bool:
-    return path.is_file() and words in path.read_text(encoding="utf-8", errors="replace")
+    return path.is_file() and words in path.read_text("utf-8", errors="replace")
 
 
 def run(model: str, repository: str, private: bool = False, message: str = "") -> None:
@@ -78,7 +80,7 @@ def run(model: str, repository: str, private: bool = False, message: str = "") -
         raise ValueError("huggingface_hub finds no token: log in by `hf auth login`, or set HF_TOKEN.")
     api = hub.HfApi()
     path = folder / CARD
-    card = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else model_card(folder)
+    card = path.read_text("utf-8", errors="replace") if path.is_file() else model_card(folder)
     card = LOADED.sub(lambda found: HUB.get(found[1], found[1]) + repository, card)  # code that loads it from the hub
     contents = {CARD: card.encode()} | {name: folder / name for name in names}
     operations = [hub.CommitOperationAdd(path_in_repo=n, path_or_fileobj=c) for n, c in contents.items()]

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 from kiloword.config.recipes import AugmentConfig, DataConfig, OptimConfig, Recipe, model_of_size
 
-MUON = OptimConfig(name="muon", lr=1e-3, muon_lr=5e-3, scale_lr=3.0)  # 4 x this muon_lr learns faster, but not shapes
+MUON = OptimConfig(name="muon", muon_lr=5e-3, scale_lr=3.0)  # 4 x this muon_lr learns faster, but not shapes
 TOP = replace(MUON, muon_lr=4e-2, ema=0.97)  # a small data set is soon known by heart: fast, and few steps
-FIELD = OptimConfig(lr=5e-4, weight_decay=0.2, beta2=0.98, eps=1e-6, clip=1.0)  # as CLIP for its ViTs
+FIELD = OptimConfig(lr=5e-4, weight_decay=0.2, beta2=0.98, eps=1e-6)  # as CLIP for its ViTs
 PHOTOS = AugmentConfig(crop=0.5, flip=0.5)
 TOP_PHOTOS = replace(PHOTOS, drop_patches=0.6)  # above a frozen trunk: stored tokens are augmented by crop and flip
 FEW_PHOTOS = AugmentConfig(crop=0.4, flip=0.5, jitter=0.3, drop_words=0.1)  # thousands of photos, seen dozens of times
 
 GENTLE = 0.1  # of the learning rates of sizes debug and tiny, where trained weights are tuned (research/log.md)
-TUNED = OptimConfig(lr=3e-5, weight_decay=0.1, beta2=0.98, eps=1e-6, clip=1.0, warmup=0.02)  # arXiv:2109.01903
+TUNED = OptimConfig(lr=3e-5, weight_decay=0.1, beta2=0.98, eps=1e-6, warmup=0.02)  # arXiv:2109.01903
 WHY_TUNED = (
     "the weights are trained already: large steps would undo what they can do, strong augmentation shows images that "
     "they rarely saw"

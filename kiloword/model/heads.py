@@ -87,6 +87,11 @@ class Pooling(Piece):
     text_projection: nn.Linear
     attends_to_patches = ""
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "score" in vars(cls) and "score_pairs" not in vars(cls):
+            cls.score_pairs = Pooling.score_pairs  # type: ignore[method-assign]
+
     def image(self, tokens: Tensor) -> Features:
         """Tokens [I, E + P, W] -> features of images, every value [I, ...], with unit vectors "vec" [I, D]."""
         raise NotImplementedError

@@ -68,7 +68,7 @@ def open_model(
     computing = encoder_precision(precision, file.model, device)
     method = method_of(file, folder, trust)
     check_weights(folder, file, method, weights)
-    model = build(file.model, method, seed=0)
+    model = build(file.model, method)
     load_weights(model, weights, str(folder))
     model.precision = computing
     return model.to(device=device, dtype=DTYPES[dtype]).eval(), Tokenizer.load(folder), method

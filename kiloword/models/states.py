@@ -178,7 +178,7 @@ def open_state(path: Path) -> SavedState:
 def _read(path: Path) -> SavedState:
     """The state of a JSON; each rank compares the checksums of its share of the files. Raises: ValueError."""
     try:
-        numbers = json.loads(path.read_text(encoding="utf-8"))
+        numbers = json.loads(path.read_text("utf-8"))
         files = [path.with_suffix("") / name for name in sorted(numbers["files"])]
         for file in files[collectives.rank() :: collectives.ranks()]:
             if checksum(file) != numbers["files"][file.name]:

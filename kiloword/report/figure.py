@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent
-CSS = (HERE / "style.css").read_text(encoding="utf-8")
+CSS = (HERE / "style.css").read_text("utf-8")
 LIGHT = dict(re.findall(r"--(\w+): (#\w{6});", CSS[: CSS.index("@media")]))
 NARROW = 0.25  # least height of lines' axis, as a share of its largest value, so that 3% do not look like a cliff
 WIDTHS = {"wide": (8.4, 1.3), "narrow": (4.4, 1.0)}  # inches, and inches of height for each of Plot.height

@@ -91,7 +91,7 @@ def _cells(table: Table) -> tuple[list[list[tuple[str, bool]]], list[bool]]:
 
 def _colours(matrix: Matrix) -> list[list[tuple[int, float]]]:
     """Rows of cells: the count, and its share of the row."""
-    shares = matrix.values / np.maximum(matrix.values.sum(axis=1, keepdims=True), 1)
+    shares = matrix.values / np.maximum(matrix.values.sum(1, keepdims=True), 1)
     rows = zip(matrix.values.tolist(), shares.round(2).tolist(), strict=True)
     return [list(zip(*row, strict=True)) for row in rows]
 

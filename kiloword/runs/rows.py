@@ -48,7 +48,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object; {} where there is none."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -153,7 +153,7 @@ def trunk_tokens(model: Model, tokenizer: Tokenizer, texts: Sequence[str]) -> tu
 
 
 def _unit(features: Tensor) -> Tensor:
-    return F.normalize(features.float(), dim=-1).cpu()
+    return F.normalize(features.float()).cpu()
 
 
 def digest(files: Sequence[Path], prefix: str = "") -> str:

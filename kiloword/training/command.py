@@ -86,7 +86,10 @@ class Training:
         start.check(recipe)
         start.check_effects(recipe, self.plain if args.origin.config else self.usual, args.options.trust_code)
         if loud and self.words.recipe is None and recipe.init is not None:
-            say(_about_init(recipe))
+            say(
+                _about_init(recipe),
+                f"note       --init has its own towers; size {recipe.size} sets optimizer and batch.",
+            )
         source = open_sources(recipe, source)
         most = 0 if args.origin.config else MOST_EPOCHS  # a file has its own length
         recipe = with_length(recipe, visited(recipe, source), most, **{name: getattr(args, name) for name in LENGTHS})

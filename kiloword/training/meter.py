@@ -151,6 +151,6 @@ def peak_memory(device: torch.device) -> float:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform == "darwin":
         return peak / 1e6
-    status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    status = Path("/proc/self/status").read_text("ascii").splitlines()
     files = next((int(line.split()[1]) for line in status if line.startswith("RssFile:")), 0)
     return (peak - files) * 1024 / 1e6

@@ -11,7 +11,7 @@ from typing import Any
 
 from kiloword.addresses import public
 from kiloword.api import Matcher, load
-from kiloword.data.map_style import MapStyleSource
+from kiloword.data.open import open_source
 from kiloword.distributed.device import choose
 from kiloword.training.command import Training, read
 
@@ -29,7 +29,7 @@ def train(data: Any, method: str | None = None, *, out: str | Path, **settings: 
     paths = data if isinstance(data, list | tuple) else [data]
     source = None
     if not paths or not all(isinstance(path, str | Path) for path in paths):
-        source, paths = data if hasattr(data, "record") else MapStyleSource(data), ["dataset"]
+        source, paths = open_source(data), ["dataset"]
     if method is None and not (settings.get("recipe") or settings.get("config")):
         method = "siglip"
     training = _read([*filter(None, [method]), *_words({"data": paths, "out": out} | settings)])

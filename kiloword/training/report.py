@@ -94,7 +94,7 @@ def _samples(run: Run) -> Iterator[Text | Gallery]:
     if loader.data.image_features or loader.data.text_features or len(loader.source) < SAMPLES:
         return
     order = Order(len(loader.source), SAMPLES, loader.seed)
-    few = replace(loader, order=order, inputs={}, stores=(), truth=False, rank=0, ranks=1)
+    few = replace(loader, order=order, inputs={}, stores=(), truth=False, ranks=1)
     with suppress(ValueError):  # bad data ended the run: its error says which
         examples = few.examples(0)[0]
         yield Text(

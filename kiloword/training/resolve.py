@@ -43,7 +43,7 @@ from kiloword.types import Source, Transform
 MOST_EPOCHS = 100  # of a run whose length the user does not choose
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Plan:
     """A run that nothing refuses: `--dry-run` prints it, training carries it out."""
 
@@ -125,20 +125,20 @@ def resolve(recipe: Recipe, source: Source, out: Path, options: RunOptions, devi
             "often may learn them by heart: --val with --keep-best keeps the best one."
         )
     return Plan(
-        recipe=recipe,
-        method=method,
-        source=source,
-        out=out,
-        options=options,
-        device=torch.device(device),
-        tokenizer=tokenizer,
-        loader=loader,
-        val=val,
-        best=Best(out, options.keep_best, options.patience, [prefix(one, val) for one in val]),
-        file=file,
-        began=start.began(recipe),
-        chosen=summary(requested, recipe, device, loader.workers, before is not None),
-        notes=list(filter(None, (frozen, often, *start.notes(recipe), *loader.notes))),
+        recipe,
+        method,
+        source,
+        out,
+        options,
+        torch.device(device),
+        tokenizer,
+        loader,
+        val,
+        Best(out, options.keep_best, options.patience, [prefix(one, val) for one in val]),
+        file,
+        start.began(recipe),
+        summary(requested, recipe, device, loader.workers, before is not None),
+        list(filter(None, (frozen, often, *start.notes(recipe), *loader.notes))),
     )
 
 

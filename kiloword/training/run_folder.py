@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from inspect import getfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from kiloword.addresses import scrubbed
 from kiloword.config.recipes import ModelConfig, Recipe
 from kiloword.config.settings import BaseSettings, differing, parse, read_config
 from kiloword.data.joins import sampled
+from kiloword.data.tables import fingerprint
 from kiloword.distributed import collectives
 from kiloword.errors import sentence_of
 from kiloword.files import SaveError, utf8, write_json
@@ -29,6 +31,7 @@ FREE = ("micro", "chunk", "data.val", "data.bad_share", "lora.save")  # change n
 DIGESTS = {  # what it means that they differ
     "data_fingerprint": " (a file of the data is missing, new, cut or replaced)",
     "data_sampled": " (images or texts were changed or replaced)",
+    "code": " (the file of the method was changed)",
     "features": " (a feature store was replaced by features of another model)",
 }
 
@@ -39,6 +42,7 @@ class RunFile(BaseSettings):
 
     recipe: Recipe
     data_fingerprint: str
+    code: str = ""  # digest of the file of a method of the user's
     data_sampled: str = ""  # digest of some images (`kiloword.data.joins.sampled`)
     features: tuple[str, ...] = ()  # name, model, precision, type and dimension of each feature store
     model: ModelConfig | None = None  # the model that is trained: recipe.model as the method shapes it
@@ -51,6 +55,7 @@ def run_file(recipe: Recipe, source: Source) -> RunFile:
     return RunFile(
         recipe=recipe,
         data_fingerprint=source.fingerprint,
+        code=fingerprint(Path(getfile(find(recipe.method)[0]))) if ":" in recipe.method else "",
         data_sampled=digests[0],
         features=(
             *(FeatureStore(path).file.origin for path in recipe.data.features),
@@ -97,6 +102,8 @@ def check_same_run(out: Path, before: RunFile, file: RunFile, extend: bool) -> N
     there, here = (json.loads(utf8(json.dumps(asdict(one), ensure_ascii=False))) for one in files)  # as in any locale
     free = {f"recipe.{name}" for name in FREE} | ({"recipe.steps"} if extend else set())
     found = {k: v for k, v in differing(there, here).items() if k not in free and not k.startswith("model")}
+    if "data_fingerprint" not in found:
+        found.pop("recipe.data.sources", None)  # the same data by another path
     done, steps = steps_done(out / "state"), file.recipe.steps
     if not found and steps < done:
         raise ValueError(f"--out {out} has done {done} steps already: it cannot end after {steps}.")

@@ -128,7 +128,7 @@ def check(recipe: Recipe) -> None:
         raise ValueError(f"{'; '.join(other[:3])}. With --init only the image size and the context may change.")
 
 
-def check_effects(recipe: Recipe, usual: Recipe, trust_code: bool = False) -> None:
+def check_effects(recipe: Recipe, usual: Recipe, trust_code: bool) -> None:
     """Refuse settings that the user set and that have no effect, as their declarations say (`settings.about`).
 
     Args: usual: the recipe with all defaults for the same size, data and `init`; trust_code: as in `RunOptions`.

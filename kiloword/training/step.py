@@ -131,7 +131,7 @@ class _Counted:
 def kept(seeds: Tensor, patches: int, share: float) -> Tensor:
     """The patches that images keep when they lose `share` of them, at least one: [I, k] int64, ascending."""
     count = max(1, round(patches * (1 - share)))
-    return uniform(seeds, "drop patches", patches).argsort(dim=1, stable=True)[:, :count].sort(1).values
+    return uniform(seeds, "drop patches", patches).argsort(stable=True)[:, :count].sort(1).values
 
 
 class Learner(nn.Module):

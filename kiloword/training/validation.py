@@ -178,11 +178,10 @@ class Best:
         ways = [(m, direction(m.removeprefix(s))) for m, s in named]
         self.metric, self.way = next((found for found in ways if found[1]), ("", 0))
         if keep and not self.way:
-            metric = keep.rpartition("/")[2] if direction(keep) else "mean_recall@1"
-            usable = " or ".join(f"{start.removeprefix('val/')}{metric}" for start in starts)
+            sets = " or ".join(start.removeprefix("val/") for start in starts)
             raise ValueError(
-                f"--keep-best {keep}: expected a metric of {'one set of ' * (len(starts) > 1)}--val that is better "
-                f"higher or lower, such as {usable}."
+                f"--keep-best {keep}: expected {sets}{' and ' * bool(sets)}a metric of --val that is better higher or "
+                "lower, such as mean_recall@1 of retrieval."
             )
         self.step: int | None = None  # of the best validation
         self.value = 0.0

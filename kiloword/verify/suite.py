@@ -128,7 +128,7 @@ def verify(method: Chosen, ranks: Sequence[int] = (1, 2, 4), trunks: Trunks = "n
 def learner(method: Chosen, chunk: int = 0, dtype: torch.dtype = torch.float64, trunks: Trunks = "none") -> Learner:
     """A method on the small model of the suite, its parameters drawn from seed 0."""
     slots = slots_of(method)
-    made = Learner(build(config(trunks, method), slots, seed=0), slots, chunk)
+    made = Learner(build(config(trunks, method), slots), slots, chunk)
     initialise(made.terms, 0, "terms.")
     initialise(made.contrasts, 0, "contrasts.")
     for trunk in trunks_of(made):

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kiloword.config.recipes import HeadConfig, TextConfig, sizes
 from kiloword.model.heads import Head, Scale, Single
@@ -50,8 +50,7 @@ def test_attention_pool_is_softmax_of_the_mean_over_patches() -> None:
 
 
 def test_a_decoder_reads_all_queries_but_the_first_of_attentional_pooling() -> None:
-    pool = ImagePool(DEBUG.image, HeadConfig(image_pool="attentional", pool_queries=3)).double()
-    assert pool.attentional is not None
+    pool: Any = ImagePool(DEBUG.image, HeadConfig(image_pool="attentional", pool_queries=3)).double()
     nn.init.normal_(pool.attentional.probes)
     tokens = drawn(2, 5, DEBUG.image.width)
     every = pool.attentional(tokens, slice(None))
@@ -64,8 +63,7 @@ def test_map_pool_against_torch() -> None:
     initialise(pool, 0)
     tokens = drawn(3, 4, 32)
     attend = nn.MultiheadAttention(32, DEBUG.image.heads, batch_first=True).double()
-    inner = pool.map
-    assert inner is not None
+    inner: Any = pool.map
     attend.in_proj_weight.data = torch.cat([inner.q.weight, inner.kv.weight]).detach()
     attend.in_proj_bias.data.zero_()
     attend.out_proj.load_state_dict(inner.out.state_dict())
@@ -108,11 +106,15 @@ class InBlocks(Single):
     def block(self, images: Features, texts: Features) -> tuple[int, int]:
         return 2, 3
 
+    def score(self, images: Features, texts: Features) -> Tensor:
+        return images["vec"].abs() @ texts["vec"].T
+
 
 def test_blocks_do_not_change_scores() -> None:
     images, texts = {"vec": drawn(5, 16)}, {"vec": drawn(7, 16, seed=1)}
     scores = Model(DEBUG, Head(InBlocks(DEBUG), scale=Scale())).score(images, texts)
-    assert torch.allclose(scores, images["vec"] @ texts["vec"].T, rtol=0, atol=1e-14)
+    assert torch.allclose(scores, images["vec"].abs() @ texts["vec"].T, rtol=0, atol=1e-14)
+    assert torch.allclose(InBlocks(DEBUG).score_pairs(images, {"vec": texts["vec"][:5]}), scores.diagonal())
 
 
 def test_half_precision_features_are_scored_in_single() -> None:

@@ -67,6 +67,7 @@ EMBED = "embed efficientnet-lite0:LITE.safetensors --tokens --data DATA --device
         (f"{TRAIN} --tokenizer clip --vocab 500 --size debug", "--vocab"),
         (f"{TRAIN} --tokenizer FILE --vocab 500 --size debug", "--vocab"),
         (f"{TRAIN} --captions all --first-captions --size debug", "--first-captions"),
+        (f"{TRAIN} --size rn50-plain --model.image.stem conv", "--model.image.stem"),
         (f"{TRAIN} --init MODEL --freeze text --optim.text-lr 0.5", "--optim.text-lr"),
         (f"{TRAIN} --image-tower efficientnet-lite0 --optim.trunk-lr 0.5", "--optim.trunk-lr"),
         (f"{TRAIN} --features STORE --size debug", "teacher"),

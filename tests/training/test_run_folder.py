@@ -23,7 +23,7 @@ from kiloword.methods.registry import preset
 from kiloword.models.model_folder import check_finite, check_fit, not_finite
 from kiloword.training.loop import train
 from kiloword.training.resolve import make_loader, micro_batches, open_sources, with_length
-from kiloword.training.run_folder import RunFile, check_same_run, earlier, error_kept, holds_run
+from kiloword.training.run_folder import RunFile, check_same_run, earlier, error_kept
 from kiloword.training.setup import make_learner
 from kiloword.training.signals import Stopped
 from threads import over_threads
@@ -49,7 +49,7 @@ def out(tmp_path: Path) -> Path:
     ("file", "extend", "named"),
     [
         (FILE, False, ()),
-        (changed(micro=4, chunk=7), False, ()),  # what changes no weight
+        (changed(micro=4, chunk=7, settings={"scale": 10.0}), False, ()),  # what changes no weight, and a default
         (changed(steps=30), True, ()),
         (changed(steps=10), True, ()),
         (changed(steps=9), True, ("10 steps",)),
@@ -57,9 +57,10 @@ def out(tmp_path: Path) -> Path:
         (changed(steps=30, seed=1), False, ("steps", "seed")),
         (changed(batch=32), True, ("batch", "16", "32")),
         (replace(FILE, data_fingerprint="g", data_sampled="t"), False, ("data_fingerprint", "a file")),
+        (replace(FILE, code="c"), False, ("code", "method was changed")),
         (replace(FILE, data_sampled="t"), False, ("data_sampled", "images or texts")),
         (replace(FILE, features=("b",)), False, ("features", "feature store")),
-        (changed(data=replace(RECIPE.data, sources=("scenes?n=71",))), False, ("data.sources",)),
+        (changed(data=replace(RECIPE.data, sources=("./scenes?n=70",))), False, ()),  # the same data
     ],
 )  # fmt: skip
 def test_whether_a_folder_holds_this_run(out: Path, file: RunFile, extend: bool, named: tuple[str, ...]) -> None:
@@ -70,7 +71,6 @@ def test_whether_a_folder_holds_this_run(out: Path, file: RunFile, extend: bool,
 def test_a_folder_in_which_nothing_was_trained_is_free(out: Path) -> None:
     assert earlier(out) == FILE
     (out / "state" / "step-000000010.json").unlink()
-    assert not holds_run(out)
     assert earlier(out) is None
     (out / "model").mkdir()
     (out / "model" / "model.safetensors").touch()
@@ -97,7 +97,7 @@ def test_an_error_is_kept_for_those_who_watch(tmp_path: Path, error: BaseExcepti
 @pytest.mark.parametrize(
     ("there", "named"),
     [
-        ({"a": (3, 2), "b": (4,)}, ("a is [3, 2] instead of [2, 3]",)),
+        ({"a": (3, 2), "c": (4,)}, ("missing b", "unknown c", "a is [3, 2] instead of [2, 3].")),
         ({"a": (), "b": (4,)}, ("a is [] instead of [2, 3]",)),
         ({"c": (1,), "a": (1,), "d": (1,)}, ("missing b", "unknown c", "1 more")),
     ],

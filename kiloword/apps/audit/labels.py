@@ -28,8 +28,8 @@ def wrong_labels(vectors: Tensor, labels: Tensor) -> list[tuple[float, int, int,
     images = torch.isin(labels, judged).nonzero()[:, 0]
     vectors, mine = vectors[images], torch.searchsorted(judged, labels[images])[:, None]
     sums = vectors.new_zeros(len(judged), vectors.shape[1]).index_add_(0, mine[:, 0], vectors)
-    others = F.normalize(sums[mine[:, 0]] - vectors, dim=1)  # of the own class without the image
-    cosines = (vectors @ F.normalize(sums, dim=1).T).scatter(1, mine, (others * vectors).sum(1, keepdim=True))
+    others = F.normalize(sums[mine[:, 0]] - vectors)  # of the own class without the image
+    cosines = (vectors @ F.normalize(sums).T).scatter(1, mine, (others * vectors).sum(1, keepdim=True))
 
     def of_labels(temperature: float) -> Tensor:
         """[I, 1] the probability of each image's label."""

@@ -130,7 +130,7 @@ def fits(
         total = vectors.new_zeros(n, vectors.shape[1]).index_add_(0, owner, vectors)
         others = total[owner] - vectors
         others[captions[owner] < 2] = 0  # the mean of no other caption: its cosines are 0
-        near, means = (F.normalize(others, dim=1) * vectors).sum(1).double(), {"vec": F.normalize(total, dim=1)}
+        near, means = (F.normalize(others) * vectors).sum(1).double(), {"vec": F.normalize(total)}
         more = _standard_scores(cosines, near, means, {"vec": vectors}, owner, chunk)
         annotated, random = torch.cat([annotated, more[0]], 1), torch.cat([random, more[1]], 1)
     weights = _discriminant(annotated, random)

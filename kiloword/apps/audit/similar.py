@@ -54,7 +54,7 @@ def near_duplicates(vectors: Tensor, look: Callable[[int], Pixels]) -> list[tupl
     for part in chunks(len(vectors), 1024):
         cosines = vectors[part] @ vectors.T
         cosines[torch.arange(len(cosines)), torch.arange(part.start, part.stop)] = -2
-        nearest = cosines.topk(min(NEIGHBOURS, len(vectors) - 1), dim=1)
+        nearest = cosines.topk(min(NEIGHBOURS, len(vectors) - 1))
         pairs = (
             torch.stack([different[part, None].expand_as(nearest.indices), different[nearest.indices]]).sort(0).values
         )

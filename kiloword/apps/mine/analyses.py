@@ -82,5 +82,5 @@ def nearest(corpus: Corpus, seed: int, k: int = NEAREST) -> Floats:
     for part in chunks(n, 4096):
         scores = asked @ corpus.load(corpus.texts, part).T
         scores[torch.from_numpy(queries[:, None] == np.arange(part.start, part.stop))] = -torch.inf
-        best = torch.cat([best, scores], 1).topk(best.shape[1], dim=1).values
+        best = torch.cat([best, scores], 1).topk(best.shape[1]).values
     return best.mean(1).cpu().numpy()

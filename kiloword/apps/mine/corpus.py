@@ -53,7 +53,7 @@ class Corpus:
 
     def load(self, values: Floats, which: slice | Ints) -> Tensor:
         """Load rows of `images`, `texts` or `means`: [n, D] float32 on the device."""
-        return torch.from_numpy(np.array(values[which], dtype=np.float32)).to(self.device)
+        return torch.from_numpy(np.array(values[which], np.float32)).to(self.device)
 
     def annotated(self, captions: Ints | None = None) -> Floats:
         """S_it of captions with their images, [n] float32. Args: captions: all by default."""
@@ -104,7 +104,7 @@ def corpus_of(source: Source, table: FeatureStore, device: str = "cpu") -> tuple
 def truth_of(source: Source, captions: Sequence[str], rows: Ints) -> Truth | None:
     """Ground truth, if the source has it for all T captions; else None. Args: rows of N images."""
     relevance: Any = getattr(source, "relevance", None)
-    different, place = np.unique(np.array(captions, dtype=object), return_inverse=True)
+    different, place = np.unique(np.array(captions, object), return_inverse=True)
 
     def truth(some: Ints, images: Ints) -> Tensor:
         needed, again = np.unique(place[some], return_inverse=True)  # equal captions are judged once

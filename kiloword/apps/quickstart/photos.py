@@ -72,7 +72,7 @@ def photos(options: Quickstart, out: Path) -> dict[str, dict[str, float]]:
     for name in METHODS:
         warn(f"method {name}")
         chosen = on_stores(recipe(options, name, data, len(training)), (), stores[:1], stores[:1])
-        folder = train(chosen, out / name, training, RunOptions(workers=1, keep_states=1))
+        folder = train(chosen, out / name, training, RunOptions(workers=1, keep_states=1, extend=True))
         metrics[name] = judged(load(folder), held_out, stores[1], name, tiles)
         record_retrieval(folder, " ".join(val), len(held_out), chosen.steps, metrics[name])
     facts = {"data": data, "val": val, "photos": len(training), "val_photos": len(held_out)}
@@ -175,7 +175,7 @@ def judged(matcher: Matcher, source: Source, store: str, name: str, tiles: dict[
         FREE, -1
     )
     scores = matcher.score(found.images, matcher.encode_text(list(asked))).T  # [texts, I]
-    for (text, image), best in zip(asked.items(), scores.argsort(dim=1, descending=True, stable=True), strict=True):
+    for (text, image), best in zip(asked.items(), scores.argsort(descending=True, stable=True), strict=True):
         photos = [(i, tile(source, found.rows[i], name)) for i in best[:BEST].tolist()]
         tiles.setdefault(text, []).extend(replace(photo, right=i == image or None) for i, photo in photos)
     return dict(retrieval(matcher.score, found.images, texts, torch.tensor(owners)))

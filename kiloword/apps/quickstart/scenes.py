@@ -82,7 +82,7 @@ def recipe(seed: int = 0) -> Recipe:
     init = 0.1  # small positions: places are learned early
     model = replace(
         base.model,
-        image=ImageConfig(size=48, patch=16, depth=3, init_std=init, **width),
+        image=ImageConfig(size=48, depth=3, init_std=init, **width),
         text=TextConfig(context=64, vocab=base.model.text.vocab, depth=2, init_std=init, **width),
         head=HeadConfig(dim=96),
     )
@@ -115,7 +115,9 @@ def quickstart(chosen: Recipe, out: Path, n: int = HELD_OUT) -> dict[str, dict[s
     Writes `results.json`, `report.html` and `example.png` beside what `train` writes. Returns: metrics by set.
     Raises: ValueError when `out` holds another run.
     """
-    folder = train(chosen, out, options=RunOptions(workers=1))  # two threads of two cores leave room for one
+    folder = train(
+        chosen, out, options=RunOptions(workers=1, extend=True)
+    )  # two threads of two cores leave room for one
     matcher = load(folder)
     held_out = draw_all(f"scenes:test?n={n}", matcher.model.config.image.size)
     metrics, matrices = evaluated(matcher, n)

@@ -89,7 +89,8 @@ class Sweep:
         from kiloword.training.signals import Stopped
         from kiloword.training.validation import open_sets
 
-        sets = open_sets(options.eval, "questions" in preset(training.words.method).needs, None, "--eval")
+        asks = "questions" in preset(training.words.method).needs
+        sets = open_sets(options.eval, asks, training.args.recipe.model.image.size, "--eval")
         with Lock(options.out, "sweeping in"):
             earlier = read_object(options.out / "sweep.json").get("arms", [])
             known = {arm["name"]: arm for arm in earlier}

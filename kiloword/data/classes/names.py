@@ -44,14 +44,14 @@ _FOLDER = Path(__file__).parent
 
 @cache
 def _imagenet(name: str = IMAGENET) -> list[list[str]]:
-    lines = (_FOLDER / "imagenet.tsv").read_text(encoding="utf-8").splitlines()
+    lines = (_FOLDER / "imagenet.tsv").read_text("utf-8").splitlines()
     rows = [[*line.split("\t"), ""][:3] for line in lines]
     return [row for row in rows if _SUBSETS[name] in row[2]]
 
 
 @cache
 def _lists(kind: str) -> dict[str, list[str] | str]:
-    lists: dict[str, list[str] | str] = json.loads((_FOLDER / f"{kind}.json").read_text(encoding="utf-8"))
+    lists: dict[str, list[str] | str] = json.loads((_FOLDER / f"{kind}.json").read_text("utf-8"))
     return lists
 
 

@@ -81,7 +81,7 @@ def _stripes(y: Floats, side: int) -> Floats:
 
 def _distance(corners: Floats, x: Floats, y: Floats) -> Floats:
     """Signed distance to a polygon [N, 2], negative inside; x, y and the result [h, w]."""
-    a, b = corners, np.roll(corners, -1, axis=0)
+    a, b = corners, np.roll(corners, -1, 0)
     px, py = x[..., None] - a[:, 0], y[..., None] - a[:, 1]
     ex, ey = (b - a).T
     along = np.clip((px * ex + py * ey) / (ex**2 + ey**2), 0, 1)
@@ -100,7 +100,7 @@ def _heart(t: Floats) -> Floats:
     x = 16 * np.sin(t) ** 3
     y = 13 * np.cos(t) - 5 * np.cos(2 * t) - 2 * np.cos(3 * t) - np.cos(4 * t)
     corners = np.stack([x, -y - 2.5], 1) / 16
-    return corners[(np.abs(corners - np.roll(corners, 1, axis=0)) > 1e-6).any(1)]
+    return corners[(np.abs(corners - np.roll(corners, 1, 0)) > 1e-6).any(1)]
 
 
 def _moon() -> Floats:

@@ -112,7 +112,7 @@ def draw_scenes(split: str, n: int, seed: int, objects: tuple[int, ...], hard: b
         )
     rows = rows[:wanted]
     if hard:  # every thing takes every shape once
-        rng, rows = generator(VERSION, seed, split, "shapes"), rows.repeat(GROUP, axis=0)
+        rng, rows = generator(VERSION, seed, split, "shapes"), rows.repeat(GROUP, 0)
         for k in range(2, 1 + 5 * MOST, 5):
             shapes = rng.random((wanted, GROUP)).argsort(1).reshape(-1)
             rows[:, k] = np.where(rows[:, k - 1] < 0, -1, shapes)

@@ -66,7 +66,7 @@ def read_synonyms(path: str | None = None) -> Synonyms:
     """
     file, synonyms = BUILT_IN if path is None else Path(path), dict[str, list[str]]()
     try:
-        lines = file.read_text(encoding="utf-8-sig").lower().splitlines()
+        lines = file.read_text("utf-8-sig").lower().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"synonyms {file} cannot be read as UTF-8 text: {error}.") from None
     for line in lines:

@@ -82,7 +82,7 @@ def read_document(path: Path) -> str:
     if path.stat().st_size > LARGEST:
         raise ValueError(f"{path} has {path.stat().st_size:,} bytes: expected a tokenizer.json of at most {LARGEST:,}.")
     with _library(f"damaged tokenizer file {path}"):
-        document = path.read_text(encoding="utf-8")
+        document = path.read_text("utf-8")
         tokenizers.Tokenizer.from_str(document)
     return document
 

@@ -108,7 +108,7 @@ def read_suite(name: str) -> Suite:
         known = ", ".join(names())
         raise ValueError(f"unknown suite {name!r}: expected {known}, or a TOML file.{suggestion(name, names())}")
     try:
-        suite = parse(tomllib.loads(path.read_text(encoding="utf-8")), Suite)
+        suite = parse(tomllib.loads(path.read_text("utf-8")), Suite)
         sets = suite.dataset
         taken = [AVERAGE, *{group for entry in sets for group in entry.groups}, *(entry.name for entry in sets)]
         if not sets or len(set(taken)) < len(taken):

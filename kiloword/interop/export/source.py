@@ -113,7 +113,7 @@ class Exported:
     def compared(self, images: Tensor, texts: Tensor) -> list[str]:
         """Lines that say how near features of `normalised` and of TEXTS are. Raises: ValueError as `check_close`."""
         pairs = ("image features", self.images, images), ("text features, from strings", self.texts, texts)
-        return [check_close(w, largest_difference(x, {"vec": F.normalize(y, dim=-1)})) for w, x, y in pairs]
+        return [check_close(w, largest_difference(x, {"vec": F.normalize(y)})) for w, x, y in pairs]
 
     def unlike(self, settings: Mapping[str, object]) -> list[str]:
         """What of the model differs from settings, such as "image.stem is 'conv', not 'linear'"."""

@@ -140,14 +140,14 @@ def countable(texts: Texts, packing: Packing, config: TextConfig, settings: Mask
 
 def select(scored: Tensor, share: float, most: bool) -> Tensor:
     """Indices of a share of the patches, of most (or least) score [N, P], ascending: [N, m] int64; ties: the first."""
-    order = scored.argsort(dim=1, descending=most, stable=True)
+    order = scored.argsort(descending=most, stable=True)
     return order[:, : number(share, scored.shape[1])].sort(1).values
 
 
 def complement(masked: Tensor, patches: int) -> Tensor:
     """Indices of the patches not in masked [N, m], ascending: [N, P - m]."""
     # sorted, as `nonzero` would synchronise with the device
-    return as_bool(masked, patches).byte().argsort(dim=1, stable=True)[:, : patches - masked.shape[1]]
+    return as_bool(masked, patches).byte().argsort(stable=True)[:, : patches - masked.shape[1]]
 
 
 def visible(model: Model, images: Tensor, hidden: Tensor, op: Operation) -> Tensor:

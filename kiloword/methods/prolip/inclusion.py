@@ -84,7 +84,7 @@ class MaskedImage(_OfGaussians):
         patches = grid(self.config.image) ** 2
         kept = max(1, round(patches * (1 - self.settings.drop_patches)))
         noise = uniform(batch.seeds[which], "masked.image", patches)
-        keep = noise.argsort(dim=1, stable=True)[:, :kept].sort(1).values
+        keep = noise.argsort(stable=True)[:, :kept].sort(1).values
         _, copies = model.encode_image(batch.images[which], keep=keep)
         return self.loss(rows(encoded.images, which), copies).sum() * weight
 
@@ -156,7 +156,7 @@ def chosen_words(texts: Texts, seeds: Tensor, share: float, config: TextConfig) 
     noise = uniform(seeds, "masked.text", texts.longest)  # [T, L]
     order = torch.full_like(noise, 2.0)
     order[of, place] = torch.where(words, noise[of, place], 2.0)  # special tokens come last
-    rank = order.argsort(dim=1, stable=True).argsort(1)[of, place]
+    rank = order.argsort(stable=True).argsort(1)[of, place]
     wanted = (torch.zeros_like(seeds).index_add(0, of, words.long()) * share).round()
     return words & (rank < wanted[of])
 
