@@ -23,10 +23,7 @@ LLIP: Stated = {
 
 def llip(patch: int, k: int, place: str) -> Stated:
     """Llip at one size: the patch, and the number of mixture tokens."""
-    return LLIP | {
-        "model.image.patch": (patch, f"ViT-*/{patch}", "section 4"),
-        "settings.k": (k, f"Llip{k}", place),
-    }
+    return LLIP | {"model.image.patch": (patch, f"ViT-*/{patch}", "section 4"), "settings.k": (k, f"Llip{k}", place)}
 
 
 PROLIP: Stated = {

@@ -252,13 +252,7 @@ class Step:
 
 
 def step(
-    name: str,
-    precision: str,
-    micro: int,
-    optimizer: str,
-    settings: dict[str, Any],
-    size: str = "debug",
-    steps: int = 1,
+    name: str, precision: str, micro: int, optimizer: str, settings: dict[str, Any], size: str = "debug", steps: int = 1
 ) -> Step:
     """The last of some steps of a run, of four images with two captions each."""
     method, recipe = preset(name, settings), default_recipe(name, size)

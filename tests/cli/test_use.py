@@ -64,11 +64,11 @@ def test_scores_by_distance_need_gaussians(place: Path, capsys: Capture) -> None
 def test_classes_are_the_matchers(place: Path, capsys: Capture) -> None:
     out, photos = place / "classes.json", [place / "photos" / name for name in ("a.png", "b.jpg")]
     words = ["classify", place / "clip", "--images", *photos, place / BAD, "--classes", *NAMES]
-    main([*map(str, words), "--top", "2", "--batch", "2", "--json", str(out)])
+    main([*map(str, words), "--precision", "bf16", "--top", "2", "--batch", "2", "--json", str(out)])
     printed, warned = capsys.readouterr()
-    shares, written = kiloword.load(place / "clip").classify(photos, NAMES), json.loads(out.read_text())
+    matcher, written = kiloword.load(place / "clip", precision="bf16"), json.loads(out.read_text())
     assert [one["image"] for one in written["images"]] == list(map(str, photos))
-    for one, row in zip(written["images"], shares.tolist(), strict=True):
+    for one, row in zip(written["images"], matcher.classify(photos, NAMES).tolist(), strict=True):
         best = sorted(zip(NAMES, row, strict=True), key=lambda pair: -pair[1])[:2]
         assert [c["name"] for c in one["classes"]] == [name for name, _ in best]
         assert [c["probability"] for c in one["classes"]] == pytest.approx([p for _, p in best], abs=1e-6)

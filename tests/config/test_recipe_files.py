@@ -165,7 +165,7 @@ BAD_FILES = {
     'base = "llip-b23"': "llip-b23",
     "base = 3": "base is '3'",
     'batch = "many"': "batch",
-    "batch = -3": "batch is -3",
+    "batch = -3": ": batch is -3",
     "[settings]\nkk = 3": "settings.kk",
     "steps = 3\nepochs = 1": "steps and epochs",
     "epochs = true": "epochs",

@@ -48,12 +48,12 @@ def test_a_rank_that_fails_ends_the_others(tmp_path: Path, fault: int, why: str)
 
 @pytest.mark.parametrize(("taken", "why"), [(False, "1/2 clients joined"), (True, "address already in use")])
 def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch, taken: bool, why: str) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
+    waited = list[float]()  # for torchrun to find the rank that failed first
+    monkeypatch.setattr("time.sleep", waited.append)
+    with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1] if taken else launch.free_port()
-        if taken:
-            other.listen()
-        for name, value in launch.announced(0, 2, port).items():
+        for name, value in {**launch.announced(0, 2, port), "TORCHELASTIC_ERROR_FILE": "error.json"}.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(ValueError, match=why), collectives.process_group(timeout_s=1):
             pass
+    assert waited

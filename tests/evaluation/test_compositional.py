@@ -181,7 +181,7 @@ def test_items_without_their_image_are_counted_and_named(matcher: Matcher, photo
     file = write(tmp_path / "a.json", [entry(0), entry(1), gone, gone])
     found = evaluate(matcher, "compositional", str(tmp_path), pairs=file, skipped=skipped)
     assert (found["items"], found["items_skipped"], found["skipped"]) == (1, 3, 2)
-    assert [one.key for one in skipped] == ["gone.jpg", NAMES[1]]
+    assert [(one.row, one.key) for one in skipped] == [(-1, "gone.jpg"), (1, NAMES[1])]
     source = open_source("scenes:test?n=2", 32)
     source.key = lambda row: f"{'ab'[row]}/same.png"  # type: ignore[method-assign]
     two = write(tmp_path / "b.json", [{**gone, "filename": name} for name in ("b/same.png", "same.png")])

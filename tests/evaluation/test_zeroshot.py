@@ -73,7 +73,7 @@ def test_accuracy_by_group_is_that_of_the_group_alone() -> None:
     scores, labels = scored(1, 200, 12)
     regions, incomes = ["Africa", "Asia", "Other"], ["low", "high"]
     infos: Infos = [{"place": {"region": regions[n % 3]}, "income": [incomes[n % 2], n]} for n in range(200)]
-    infos[7] = {}
+    infos[7] = {"income": []}
     found = judged(scores, labels, infos, group_by=("place.region", "income.0"))
     order = scores.argsort(1, descending=True)
     for k, name in ((1, "acc"), (5, "acc_top5")):

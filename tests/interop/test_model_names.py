@@ -83,13 +83,14 @@ def test_every_other_type_of_transformers_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_transformers_5(tmp_path: Path) -> None:
-    folder = save(of_transformers("CLIP"), tmp_path / "clip")
+    folder = save(of_transformers("CLIP", eos_token_id=2), tmp_path / "clip")  # as in old configs: the largest id
     image = json.loads((folder / "preprocessor_config.json").read_text())
     (folder / "preprocessor_config.json").unlink()
     image |= {"image_mean": [0.25] * 3, "image_std": [0.75] * 3}
     (folder / "processor_config.json").write_text(json.dumps({"image_processor": image}))
-    read = import_folder(folder)[0].config.preprocess
-    assert (read.mean, read.std, read.resize) == ((0.25,) * 3, (0.75,) * 3, "shortest")
+    made = import_folder(folder)[0].config
+    read = made.preprocess
+    assert (read.mean, read.std, read.resize, made.image.trunk.name) == ((0.25,) * 3, (0.75,) * 3, "shortest", "")
     assert with_image_tower(sizes()["debug"], f"hf:{folder}").preprocess == read
     (folder / "processor_config.json").write_text('{"processor_class": "CLIPProcessor"}')
     with pytest.raises(ValueError, match=r"preprocessor_config\.json"):

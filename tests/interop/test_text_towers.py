@@ -167,8 +167,8 @@ def test_minilm_is_found_without_an_import(folder: Path, tmp_path: Path, monkeyp
     (package / "__init__.py").write_text("raise AssertionError('imported')")
     shutil.copytree(folder, package / "model")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert read_text_folder("minilm").config["hidden_size"] == 24
     model = build(with_text_tower(sizes()["debug"], "minilm"), preset("clip"), seed=0)
+    assert (model.config.text.trunk.width, model.config.text.causal) == (24, False)
     assert "captions of COCO and Flickr30k" in text_towers.load(trunk_of(model), "minilm")
     assert "Flickr30k" not in text_towers.load(trunk_of(model), f"hf:{folder}")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

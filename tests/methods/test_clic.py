@@ -13,16 +13,7 @@ from torch import Tensor
 
 from kiloword.data.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.methods.clic import (
-    IMAGES,
-    NEGATIVES,
-    POSITIVES,
-    ClicSettings,
-    apart,
-    clic_loss,
-    joined,
-    swapped_across,
-)
+from kiloword.methods.clic import IMAGES, NEGATIVES, POSITIVES, ClicSettings, apart, clic_loss, joined, swapped_across
 from kiloword.methods.negatives import SWAPPED, contrast, swapped
 from kiloword.methods.registry import preset
 from kiloword.types import BadSample, Record
@@ -110,7 +101,7 @@ class Said:
 
 def test_a_batch_has_both_images_in_one_and_both_captions() -> None:
     tokenizer = Tokenizer.train(["a dog. a cat."] * 9, 300)
-    source = Said(["a dog"], ["a cat"])
+    source = Said(["a dog"], ["a cat. it sits"])
     made = loader(source, preset("clip+clic").inputs, rows=2, tokenizer=tokenizer, seed=3).batch(0)
     positives, negatives = (made.inputs.texts(name) for name in (POSITIVES, NEGATIVES))
     assert (made.inputs.tensor(IMAGES).sum((2, 3)) == 255 * 16 * 32 * torch.tensor([1, 0, 1])).all()

@@ -50,11 +50,11 @@ def test_phrases_are_of_all_captions_a_table_or_the_caption_itself(tmp_path: Pat
     assert phrases({}, "it is") == ["it is"]
     drawn = {tuple(phrases({"most": 1}, "a dog on the grass", epoch=n)) for n in range(20)}
     assert drawn == {("dog",), ("grass",)}
-    table = pa.table({"key": ["k", "l"], "captions": [["a wet dog", "green grass"], []]})
+    table = pa.table({"key": ["j", "k", "l"], "captions": [["ice"], ["a wet dog", "green grass"], []]})
     pa.parquet.write_table(table, tmp_path / "t.parquet")
     settings = {"table": str(tmp_path / "t.parquet")}
     assert phrases(settings, "a cat") == ["a wet dog", "green grass"]
-    assert phrases(settings, "a cat", key="l") == ["a cat"]
+    assert phrases(settings, "a cat", key="l") == phrases(settings, "a cat", key="unknown") == ["a cat"]
 
 
 @pytest.mark.parametrize("pool", ["mean", "map"])

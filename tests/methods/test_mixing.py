@@ -37,7 +37,7 @@ MIXES: list[tuple[str, dict[str, Any]]] = [
     ("flair", {"other_texts": "all"}),
     *((f"{name}+caption", {}) for name in ("siglip", "llip", "clip-c", "siglip+gaussian")),
     *((f"{name}+gaussian+inclusion", {}) for name in ("siglip", "clip", "llip", "fff", "clip-c")),
-    *((f"clip+{part}", {}) for part in ("contextual", "negatives", "clic", "superclass", "reinforced")),
+    *((f"clip+{part}", {}) for part in ("contextual", "negatives", "clic", "superclass")),
     *((f"siglip+{part}", {}) for part in ("mim", "mined", "exact", "supcon", "self-distill", "matryoshka", "concepts")),
     *((f"siglip+{part}", {}) for part in ("attended", "maxsim", "stylistic", "compose+negatives", "softmax")),
     *((f"pcme++{part}", {}) for part in ("+inclusion", "+ppcl", "+deterministic")),
@@ -47,7 +47,7 @@ MIXES: list[tuple[str, dict[str, Any]]] = [
     ("siglip+mined+supcon", {"supcon": {"form": "in"}}),
     ("llip+caption+mim", {}),
     ("coca+gaussian", {"parallel": 0.5}),
-    ("clip+sub-captions+compose", {}),
+    ("clip+sub-captions+compose+reinforced", {}),
 ]
 
 

@@ -21,7 +21,7 @@ from kiloword.model.decoder import ImageDecoder
 from kiloword.model.heads import Head, Scale, Single
 from kiloword.model.image import ConvStem, ImageTower, fold, unfold
 from kiloword.model.model import Model, initialise, resize
-from kiloword.model.pooling import AttentionalPool, ImagePool
+from kiloword.model.pooling import AttentionalPool, AttentionPool, ImagePool
 from kiloword.model.resnet import ResNet
 from kiloword.model.text import TextTower
 from kiloword.types import Texts
@@ -246,9 +246,9 @@ def test_starting_deviations(init_std: float | None) -> None:
     image = ImageConfig(size=64, patch=8, width=64, depth=2, heads=2, mlp=256, extra_tokens=64, init_std=init_std)
     text = TextConfig(context=64, vocab=512, width=64, depth=2, heads=2, mlp=256)
     config = replace(DEBUG, image=image, text=text)
-    tower, pool = ImageTower(image), AttentionalPool(image, HeadConfig())
+    tower, pool, mean = ImageTower(image), AttentionalPool(image, HeadConfig()), AttentionPool(image)
     decoder = ImageDecoder(config, 3, dropped=True)
-    for part in (tower, decoder, pool):
+    for part in (tower, decoder, pool, mean):
         initialise(part, 0)
     words: Any = model(config).text_tower
     block, last, added = words.blocks[1], decoder.layers[2], init_std or 64**-0.5
@@ -261,7 +261,7 @@ def test_starting_deviations(init_std: float | None) -> None:
         (3 * 8 * 8) ** -0.5: (tower.patches.weight,),
         (2 * 6 * 64) ** -0.5: (last.own.mlp.proj.weight, last.cross.mlp.proj.weight),
     }
-    expected[added] = (*expected.get(added, ()), tower.positions, tower.extra_tokens, decoder.positions)
+    expected[added] = (*expected.get(added, ()), tower.positions, tower.extra_tokens, decoder.positions, mean.positions)
     for std, weights in expected.items():
         for weight in weights:
             assert weight.std().item() == pytest.approx(std, rel=0.05)

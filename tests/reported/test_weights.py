@@ -134,10 +134,7 @@ def test_only_the_model_s_own_files_are_read(files: Files, tmp_path: Path) -> No
     expected = vector(f"hf:{files['hf']}")
     assert torch.equal(vector(f"hf:{files['shards']}"), expected)
     noise = {n: torch.randn_like(x) for n, x in load_file(files["hf"] / "model.safetensors").items()}
-    for kind, name in (
-        ("hf", "open_clip_model.safetensors"),
-        ("shards", "model-00009-of-00009.safetensors"),
-    ):
+    for kind, name in (("hf", "open_clip_model.safetensors"), ("shards", "model-00009-of-00009.safetensors")):
         folder = shutil.copytree(files[kind], tmp_path / kind / name)
         save_file(noise, folder / name)
         assert torch.equal(vector(f"hf:{folder}"), expected), name

@@ -31,7 +31,7 @@ def test_curves_hold_the_numbers_of_whole_rows(tmp_path: Path) -> None:
     with (out / "metrics.jsonl").open("a") as file:
         file.write('nonsense\n[1]\n{"step": "x"}\n{"step": 5, "loss": NaN, "words": "x"}\n{"step": 6, "lo')
     run = Run(out)
-    assert (run.step, run.curves["loss"]) == (5, ([1, 2, 4], [10, 5, 7]))
+    assert (run.step, run.curves["loss"], run.losses) == (5, ([1, 2, 4], [10, 5, 7]), ["loss", "pair"])
     assert run.speed == pytest.approx(3 / (2 / 100 + 1 / 25))
 
 

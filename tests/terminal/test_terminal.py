@@ -71,7 +71,7 @@ def test_say_and_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b" not in error.text
     for _ in range(2):
         warn_once("said once in this test")
-    assert error.text.count("said once") == 1
+        assert error.text.count("said once") == 1
 
 
 @pytest.mark.parametrize("terminal", [True, False])

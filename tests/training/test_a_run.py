@@ -84,10 +84,9 @@ def test_rows_say_where_the_run_stands(run: Path) -> None:
     factors = {2: 0.5, 4: 1.0, 6: 0.25 + 0.75 * 0.904508, 8: 0.25 + 0.75 * 0.345492, 9: 0.25 + 0.75 * 0.095492}
     for row in rows:
         assert row["lr"] == pytest.approx(LR * factors[row["step"]], rel=1e-5)
-        assert (row["skipped"], row["skipped_steps"]) == (0, 0)
+        assert (row["skipped"], row["skipped_steps"], "slowest_data_wait" in row) == (0, 0, False)
         assert 0 <= row["data_wait"] <= 1
         assert 0 <= row["save_s"] < 60
-        assert row["pairs_per_s"] > 0
         assert 100 < row["memory"] < 100_000  # MB
         assert row["gradient_norm"] > 0
     assert [row["captions"] for row in rows] == [32, 32, 32, 32, 16]

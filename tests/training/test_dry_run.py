@@ -110,7 +110,7 @@ def test_lines_of_a_dry_run_that_are_not_always_there(tmp_path: Path, capsys: py
     train(*words, "--micro", "2", "--precision", "bf16", "--freeze", "image", "--unfreeze", "0.9", "--dry-run")
     plan = planned(capsys.readouterr().out)
     assert re.match(r" frozen image: .*image tower 0 of .*step 1 on$", plan["tuning"])
-    for line, says in (("val", "7 images"), ("data", "64 images"), ("ranks", "4 x 2 images"), ("ranks", "bf16")):
+    for line, says in (("val", "7 images"), ("data", "64 images"), ("ranks", "4 x 2 images"), ("device", "(as given)")):
         assert says in plan[line], line
     assert plan["augment"].strip() == "none"
     (out / "state").mkdir(parents=True)

@@ -16,6 +16,7 @@ import plan_allocated
 from kiloword.config.options import Parallel, RunOptions
 from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives
+from kiloword.distributed.device import precision_of
 from kiloword.methods.defaults import MUON, default_recipe
 from kiloword.methods.registry import preset
 from kiloword.training import engine
@@ -169,11 +170,12 @@ def test_large_gradients_are_no_bad_step_before_the_usual_norm_is_known_or_when_
 
 
 def test_checkpointing_keeps_less_the_more_it_repeats() -> None:
-    kept, some = {}, batch()
+    kept, some = {}, batch(method="slip")
     for kind in ("none", "selective", "whole"):
-        model = learner("siglip", dtype=torch.float32)
+        model = learner("slip", dtype=torch.float32)
         engine.recompute(model.model, kind)  # type: ignore[arg-type]
         kept[kind] = plan_allocated.kept(lambda: model.encode(some))  # noqa: B023
+        backward(model, [some], precision_of("bf16", "cpu"))  # of a block that runs several times
     assert kept["whole"] < 0.4 * kept["none"]
     assert kept["whole"] < 0.6 * kept["selective"] < 0.6 * 0.85 * kept["none"]
 

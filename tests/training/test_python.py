@@ -34,9 +34,10 @@ def weights(out: Path) -> dict[str, list[float]]:
 def test_a_table_gives_the_weights_of_the_command(table: Path) -> None:
     by_call, by_command = table.parent / "call", table.parent / "command"
     more: dict[str, Any] = {"val": table, "optim": {"lr": 0.01}, "settings": {"bias": -8.0}}
-    kiloword.train(str(table), "siglip", out=by_call, **SMALL, **more)
     words = f"--data {table} --val {table} --out {by_command} --size debug --steps 2 --batch 4 --workers 0"
     main(["train", "siglip", *words.split(), "--optim.lr", "0.01", "--settings.bias", "-8.0"])
+    kiloword.train(str(table), "siglip", out=by_call, **SMALL, **more)
+    assert '"command": ""' in (by_call / "history.jsonl").read_text()  # the one before has ended
     assert weights(by_call) == weights(by_command)
     assert (by_call / "config.json").read_text() == (by_command / "config.json").read_text()
 

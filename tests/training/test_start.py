@@ -116,8 +116,7 @@ def test_scores_hardly_change_and_more_with_tokens_that_start_anew(
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings", "causal"),
-    [("clip", {}, True), ("clip", {"bidirectional": True}, False), ("own", {}, False)],
+    ("kind", "settings", "causal"), [("clip", {}, True), ("clip", {"bidirectional": True}, False), ("own", {}, False)]
 )
 def test_a_causal_tower_stays_causal_by_default(
     kind: str, settings: dict[str, bool], causal: bool, words: Tokenizer, tmp_path: Path

@@ -165,9 +165,9 @@ def test_a_trunk_is_frozen_unless_asked_and_its_blocks_are_numbered_first() -> N
 
 def test_a_trunk_learns_by_adamw_at_a_share_of_the_rate() -> None:
     learned = make_learner(on_a_trunk("none"), preset("siglip"))[0]
-    optimizer = Optimizer(learned, replace(MUON, trunk_lr=0.2), 4)
-    found = rates(optimizer)
+    found = rates(Optimizer(learned, replace(MUON, trunk_lr=0.2), 4))
     assert {rate for name, rate in found.items() if ".trunk." in name} == {("AdamW", MUON.lr * 0.2)}
+    assert ["--optim.trunk-lr" in tuning.reason(on_a_trunk(*freeze)) for freeze in ((), ("none",))] == [False, True]
     assert found["model.image_tower.blocks.0.mlp.fc.weight"] == ("Muon", MUON.muon_lr)
     assert found["model.image_tower.patches.weight"] == ("Muon", MUON.muon_lr)
     assert found["model.head.pooling.image_projection.weight"] == ("Muon", MUON.muon_lr)

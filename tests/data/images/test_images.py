@@ -239,7 +239,7 @@ def test_crop_equals_pillow_to_one_level() -> None:
 
 def test_each_setting_does_what_it_says() -> None:
     pixels, draws = noise(16, 16), [Draw(0, 0, row) for row in range(400)]
-    plain = TrainTransform(16)(pixels, draws[0])
+    plain = TrainTransform(16, resize=16)(pixels, draws[0])
     assert np.array_equal(plain.permute(1, 2, 0), pixels)
 
     def share(predicate: object, **settings: object) -> float:

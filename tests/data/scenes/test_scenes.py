@@ -199,7 +199,7 @@ def test_the_source(src: str) -> None:
 
 
 def test_images_by_level_show_the_largest_things() -> None:
-    source = parse_scenes("scenes:test?n=30", 64)
+    source = parse_scenes("scenes:test?n=30")
     parts = source.image_levels()
     for row in range(len(parts)):
         which, level = divmod(row, parts.levels)
