@@ -174,8 +174,8 @@ class LoraConfig(BaseSettings):
     rank: int = setting(0, "rank of the change of each adapted matrix; 0: no adapters", 0, 1 << 16)
     alpha: float = setting(16.0, "adapters are multiplied by alpha / rank", ABOVE_0, 1e6, needs="rank!=0")
     targets: tuple[str, ...] = setting(
-        ("qkv,out",),
-        "layers, [image:|text:][BLOCKS:]NAME,..., by the ends of their names: qkv, image:8-11:qkv,fc; all",
+        ("auto",),
+        "[image:|text:][BLOCKS:]NAME,..., ends of names; all; auto: qkv,out, or all of a model of another library",
         needs="rank!=0",
     )
     save: Literal["merged", "apart"] = setting("merged", "apart: also adapters alone, to OUT/adapter", needs="rank!=0")

@@ -170,7 +170,7 @@ def _tokens(path: Path, options: TableOptions, split: Path | None) -> Layout:
 
 
 def images_folder(path: Path, option: str, names: pa.ChunkedArray, subset: str | None) -> Path:
-    """The folder of a file's images: of `option`; else the file's, its parent, the current one, or one in them.
+    """The folder of a file's images: of `option`; else the file's, its parent, or one in them; else the current one.
 
     Args: names: of the images, [N] binary; subset: the folder that is taken where several hold some; None: of a table,
     which may serve for its captions alone. Errors: ValueError when several folders hold some images; when none does.
@@ -178,9 +178,9 @@ def images_folder(path: Path, option: str, names: pa.ChunkedArray, subset: str |
     above, names = path.absolute().parent, names.drop_null()
     places = [[named(path, "images", option)]] if option else [
         level
-        for parent in (above, above.parent, Path.cwd())
+        for parent in (above, above.parent)
         for level in ([parent], [*sorted(parent.glob("[!.]*")), parent / "images" / (subset or "")])
-    ]  # fmt: skip
+    ] + [[Path()]]  # fmt: skip
 
     def holds(place: Path, some: pa.ChunkedArray) -> bool:
         return any(os.path.exists(image_file(os.path.join(place, os.fsdecode(name.as_py())))) for name in some)
@@ -192,7 +192,7 @@ def images_folder(path: Path, option: str, names: pa.ChunkedArray, subset: str |
         listed = " and in ".join(map(str, found[:3]))
         raise ValueError(f"{path}: its images are in {listed}. Choose one: {path.name}?images=FOLDER.")
     if not found and len(names) and (option or subset is not None) and not holds(places[0][0], names):
-        looked = places[0][0] if option else f"{above}, {above.parent}, the current folder and their folders"
+        looked = places[0][0] if option else f"{above}, {above.parent}, their folders and the current one"
         raise ValueError(
             f"{path}: none of its images, such as {shown(os.fsdecode(names[0].as_py())[:200])}, is in {looked}. Name "
             f"their folder: {path.name}?images=FOLDER."

@@ -88,7 +88,8 @@ def attach(model: Model, config: LoraConfig, seed: int, pretrained: Collection[s
     """
     if not pretrained:
         raise ValueError("--lora.rank: LoRA adapts pretrained weights, and both towers start from random ones: --init.")
-    layers = {path: layer for target in config.targets for path, layer in _layers(model, target, pretrained)}
+    auto = {"auto": "all" if model.config.image.trunk.whole else "qkv,out"}
+    layers = {p: layer for one in config.targets for p, layer in _layers(model, auto.get(one, one), pretrained)}
     adapted = Counter(path.partition("_")[0] for path in layers)
     for tower in adapted:
         for name, p in model.named_parameters():

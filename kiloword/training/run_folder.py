@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from inspect import getfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from kiloword.data.tables import fingerprint
 from kiloword.distributed import collectives
 from kiloword.errors import sentence_of
 from kiloword.files import SaveError, utf8, write_json
-from kiloword.methods.registry import find, preset
+from kiloword.methods.registry import find, modules_of, preset
 from kiloword.models.states import steps_done
 from kiloword.runs.run import ERROR
 from kiloword.stores.features import FeatureStore
@@ -42,7 +42,7 @@ class RunFile(BaseSettings):
 
     recipe: Recipe
     data_fingerprint: str
-    code: str = ""  # digest of the file of a method of the user's
+    code: str = ""  # digests of the files of the user's methods
     data_sampled: str = ""  # digest of some images (`kiloword.data.joins.sampled`)
     features: tuple[str, ...] = ()  # name, model, precision, type and dimension of each feature store
     model: ModelConfig | None = None  # the model that is trained: recipe.model as the method shapes it
@@ -55,7 +55,11 @@ def run_file(recipe: Recipe, source: Source) -> RunFile:
     return RunFile(
         recipe=recipe,
         data_fingerprint=source.fingerprint,
-        code=fingerprint(Path(getfile(find(recipe.method)[0]))) if ":" in recipe.method else "",
+        code="".join(
+            fingerprint(Path(file))
+            for part in sorted(modules_of(recipe.method))
+            if (file := getattr(sys.modules.get(part.partition(":")[0]), "__file__", None))
+        ),
         data_sampled=digests[0],
         features=(
             *(FeatureStore(path).file.origin for path in recipe.data.features),
@@ -114,5 +118,6 @@ def check_same_run(out: Path, before: RunFile, file: RunFile, extend: bool) -> N
             f"{k.removeprefix('recipe.')} is {a!r} there, {b!r} here{DIGESTS.get(k, '')}" for k, (a, b) in found.items()
         )
         hint = " Use --extend to run it for another length." if {*found} == {"recipe.steps"} and steps >= done else ""
-        again = f"Choose another folder, or repeat its settings.{hint}"
-        raise ValueError(f"--out {out} holds another run: {'; '.join(told)}. {again}")
+        raise ValueError(
+            f"--out {out} holds another run: {'; '.join(told)}. Choose another folder, or repeat its settings.{hint}"
+        )

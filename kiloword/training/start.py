@@ -59,8 +59,6 @@ def defaults(
     recipe = default_recipe(method, size or min(named, key=unlike), data)
     if tune and (not own or own <= {name.split(".")[1] for name in open_tensors(Path(init) / WEIGHTS)}):
         recipe = tuned(recipe)
-    if model.image.trunk.whole:  # layers have the names of another library
-        recipe = replace(recipe, lora=replace(recipe.lora, targets=("all",)))
     return replace(recipe, model=model, init=init)
 
 

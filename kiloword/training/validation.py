@@ -178,10 +178,9 @@ class Best:
         ways = [(m, direction(m.removeprefix(s))) for m, s in named]
         self.metric, self.way = next((found for found in ways if found[1]), ("", 0))
         if keep and not self.way:
-            sets = " or ".join(start.removeprefix("val/") for start in starts)
             raise ValueError(
-                f"--keep-best {keep}: expected {sets}{' and ' * bool(sets)}a metric of --val that is better higher or "
-                "lower, such as mean_recall@1 of retrieval."
+                f"--keep-best {keep}: expected a metric of --val that is better higher or lower, such as mean_recall@1 "
+                "of retrieval; of several data sets, NAME/METRIC."
             )
         self.step: int | None = None  # of the best validation
         self.value = 0.0

@@ -217,7 +217,7 @@ def test_the_task_of_a_set(tmp_path: Path) -> None:
         ("--val scenes:test?n=8 --keep-best recall@1", "text_retrieval_recall@1"),
         ("--val scenes:test?n=8 --keep-best skipped", "mean_recall@1"),
         ("--val scenes:test?n=8 --patience 2", "--keep-best"),
-        ("--val scenes:test?n=8 scenes:val?n=8 --keep-best acc1", "scenes:test/ or scenes:val/"),
+        ("--val scenes:test?n=8 scenes:val?n=8 --keep-best acc1", "NAME/METRIC"),
         ("--val scenes:test?n=8 --patience 2 --keep-best acc1", "--eval-every"),
         ("--eval-every 2", "--val"),
         ("--log-every 0", "--log-every is 0"),

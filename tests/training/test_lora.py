@@ -157,7 +157,7 @@ def test_saved_as_an_ordinary_model(base: Path, run: Path) -> None:
 def test_the_file_of_a_run_is_a_recipe(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Though LoRA and --freeze none exclude each other, and nothing but towers with adapters is frozen."""
     main(["train", "--config", str(run / "config.json"), "--lora.rank", "3", "--dry-run"])
-    assert "rank=3 alpha=16 targets=qkv,out save=apart" in capsys.readouterr().out
+    assert "rank=3 alpha=16 targets=auto save=apart" in capsys.readouterr().out
 
 
 def test_only_what_changed_is_saved_apart(base: Path, run: Path) -> None:

@@ -23,7 +23,7 @@ from kiloword.methods.registry import preset
 from kiloword.models.model_folder import check_finite, check_fit, not_finite
 from kiloword.training.loop import train
 from kiloword.training.resolve import make_loader, micro_batches, open_sources, with_length
-from kiloword.training.run_folder import RunFile, check_same_run, earlier, error_kept
+from kiloword.training.run_folder import RunFile, check_same_run, earlier, error_kept, run_file
 from kiloword.training.setup import make_learner
 from kiloword.training.signals import Stopped
 from threads import over_threads
@@ -66,6 +66,16 @@ def out(tmp_path: Path) -> Path:
 def test_whether_a_folder_holds_this_run(out: Path, file: RunFile, extend: bool, named: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=".*".join(named)) if named else nullcontext():
         check_same_run(out, FILE, file, extend)
+
+
+def test_the_files_of_own_methods_belong_to_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    recipe, codes = replace(RECIPE, method="edited:preset+many"), set[str]()
+    text = "from kiloword.methods.siglip import Settings, preset as made\ndef preset(): return made(Settings())\n"
+    for end in ("", "# another loss"):
+        (tmp_path / "edited.py").write_text(text + end)
+        codes.add(run_file(recipe, open_sources(recipe)).code)
+    assert len(codes) == 2
 
 
 def test_a_folder_in_which_nothing_was_trained_is_free(out: Path) -> None:

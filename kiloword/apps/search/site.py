@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import re
 import socket
 import threading
@@ -89,7 +90,7 @@ class Site:
             found = [Match(row) for row in range(len(library))[:SHOWN]]
         photos = listed(library, found)
         if request.url.path != "/":
-            return JSONResponse(photos)
+            return Response(json.dumps(photos), media_type="application/json")  # any file names, as ASCII
         return _page(title, about, asked, photos)
 
     async def upload(self, request: Request) -> Response:

@@ -77,7 +77,7 @@ def test_a_search_shows_the_photos_in_order(site: Site, root: Path) -> None:
     status, html, headers = site.ask("/?q=a+dog")
     assert (status, ids(html)) == (200, [library.cells(one.row)["id"] for one in found])
     assert [f"{one.score:.3f}" in html.decode() for one in found] == [True] * 7
-    assert re.findall('"id":"(.{16})"', ask(site, "/photos.json?q=a+dog").decode()) == ids(html)
+    assert re.findall('"id": "(.{16})"', ask(site, "/photos.json?q=a+dog").decode()) == ids(html)
     policy = headers["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'; ")
     assert ("frame-ancestors 'none'" in policy, "script" in policy) == (True, False)
