@@ -217,7 +217,7 @@ def test_where_images_are(folder: Path) -> None:
     assert open_source(later).record(4).image == photo(2)  # the first images are not there
     for name in ("copy", "val2014"):
         (folder / name).rename(folder / f".{name}")
-    with pytest.raises(ValueError, match=r"none of its images, .* is in .*annotations, .* and their folders"):
+    with pytest.raises(ValueError, match=r"none of its images, .* is in .*annotations, .* their folders"):
         open_source(src)
 
 
