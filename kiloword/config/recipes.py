@@ -175,7 +175,7 @@ class LoraConfig(BaseSettings):
     alpha: float = setting(16.0, "adapters are multiplied by alpha / rank", ABOVE_0, 1e6, needs="rank!=0")
     targets: tuple[str, ...] = setting(
         ("auto",),
-        "[image:|text:][BLOCKS:]NAME,..., ends of names; all; auto: qkv,out, or all of a model of another library",
+        "layers by name, [image:|text:][BLOCKS:]NAME,...; all; auto: qkv,out, but all of another library's model",
         needs="rank!=0",
     )
     save: Literal["merged", "apart"] = setting("merged", "apart: also adapters alone, to OUT/adapter", needs="rank!=0")

@@ -178,7 +178,7 @@ def load_json(path: Path) -> Any:
 
 
 def _object(line: bytes) -> Any:
-    """The object in a line; one without anything, a bad row, where there is none."""
+    """The object in a line; an empty one, which becomes a bad row, where the line holds none."""
     with suppress(ValueError, RecursionError):
         if isinstance(row := json.loads(line), dict):
             return row

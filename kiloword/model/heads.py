@@ -90,6 +90,7 @@ class Pooling(Piece):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "score" in vars(cls) and "score_pairs" not in vars(cls):
+            # the one of a base would score otherwise
             cls.score_pairs = Pooling.score_pairs  # type: ignore[method-assign]
 
     def image(self, tokens: Tensor) -> Features:

@@ -196,7 +196,7 @@ def test_a_list_of_objects(folder: Path, lines: bool) -> None:
         objects(surrogate)
 
 
-def test_where_images_are(folder: Path) -> None:
+def test_where_images_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     src = dump(folder / "annotations" / "x.json", {"images": images(), "annotations": annotations()})
     (folder / "copy").mkdir()
     (folder / "copy" / FILES[0]).write_bytes(photo())
@@ -219,6 +219,8 @@ def test_where_images_are(folder: Path) -> None:
         (folder / name).rename(folder / f".{name}")
     with pytest.raises(ValueError, match=r"none of its images, .* is in .*annotations, .* their folders"):
         open_source(src)
+    monkeypatch.chdir(folder / ".val2014")
+    assert open_source(src).record(0).image == photo()
 
 
 BAD: list[tuple[Any, str]] = [

@@ -60,7 +60,7 @@ def test_no_such_state_is_saved(tmp_path: Path, what: str, at: int) -> None:
 
 
 def losing(lost: Callable[[int], bool], times: float = math.nan) -> Method:
-    """SigLIP whose loss is NaN, or so many times itself, in some steps (from 1)."""
+    """SigLIP whose loss is multiplied by `times` in the steps, counted from 1, for which `lost` is true."""
     steps = itertools.count(1)
 
     def loss(pairs: PairBlocks, positives: Positives) -> Total:

@@ -115,9 +115,8 @@ def quickstart(chosen: Recipe, out: Path, n: int = HELD_OUT) -> dict[str, dict[s
     Writes `results.json`, `report.html` and `example.png` beside what `train` writes. Returns: metrics by set.
     Raises: ValueError when `out` holds another run.
     """
-    folder = train(
-        chosen, out, options=RunOptions(workers=1, extend=True)
-    )  # two threads of two cores leave room for one
+    # two threads of two cores leave room for one worker
+    folder = train(chosen, out, options=RunOptions(workers=1, extend=True))
     matcher = load(folder)
     held_out = draw_all(f"scenes:test?n={n}", matcher.model.config.image.size)
     metrics, matrices = evaluated(matcher, n)

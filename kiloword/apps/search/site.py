@@ -147,11 +147,9 @@ def _failure(request: Request, error: Exception) -> Response:
     """What is wrong: a page, or {"error": TEXT} where JSON was asked for."""
     status, text = (error.status_code, error.detail) if isinstance(error, HTTPException) else (400, str(error))
     text = text[:1].upper() + text[1:500]
-    return (
-        _page("Search", text, {}, status=status)
-        if request.url.path != "/photos.json"
-        else JSONResponse({"error": text}, status)
-    )
+    if request.url.path == "/photos.json":
+        return JSONResponse({"error": text}, status)
+    return _page("Search", text, {}, status=status)
 
 
 @lru_cache(1024)  # photos of 15 to 300 kB each
