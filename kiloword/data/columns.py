@@ -55,7 +55,7 @@ def column_names(path: Path) -> list[str]:
     if path.suffix.lower() in _CSV:
         return _header(path)[1]
     if path.suffix.lower() in JSON:
-        return list(load_objects(path))
+        return list(load_objects(path)[0])
     with arrow_errors(path):
         return list(pa.parquet.read_schema(path).names)
 
@@ -169,28 +169,30 @@ def _header(path: Path) -> tuple[str, list[str]]:
 def load_json(path: Path) -> Any:
     """The value of a file. Errors: ValueError for what is no JSON."""
     raw = path.read_bytes()
-    if path.suffix.lower() == ".jsonl":  # an object in each line
-        return [_object(line) for line in raw.split(b"\n") if line.strip()]
+    if path.suffix.lower() == ".jsonl":  # a value in each line
+        return [_value(line) for line in raw.split(b"\n") if line.strip()]
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:  # the message has line and column, and nothing of the file
         raise ValueError(f"{path} is no JSON: {error}.") from None
 
 
-def _object(line: bytes) -> Any:
-    """The object in a line; an empty one, which becomes a bad row, where the line holds none."""
+def _value(line: bytes) -> Any:
+    """The value of a line; None for what is no JSON."""
     with suppress(ValueError, RecursionError):
-        if isinstance(row := json.loads(line), dict):
-            return row
-    return {}
+        return json.loads(line)
+    return None
 
 
-def load_objects(path: Path, data: Any = None) -> Cells:
+def load_objects(path: Path, data: Any = None) -> tuple[Cells, Malformed]:
     """The columns of a json or jsonl that lists objects. Args: data: its value, if known. Errors: ValueError."""
-    rows = load_json(path) if data is None else data
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+    listed = load_json(path) if data is None else data
+    rows = [row for row in listed if isinstance(row, dict)] if isinstance(listed, list) else []
+    if not rows:
         raise ValueError(f"{path} is no list of objects. Expected objects with `image` and `caption`.")
-    return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+    malformed = [(f"row {n}", "no object") for n, row in enumerate(listed) if not isinstance(row, dict)]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}, malformed
 
 
 def decoded(value: Any) -> Any:

@@ -21,7 +21,7 @@ from kiloword.data.columns import class_data, column_names
 from kiloword.data.edits import digest
 from kiloword.data.images.decode import missing_package
 from kiloword.data.query import TableOptions
-from kiloword.data.rows import Rows, key_bytes
+from kiloword.data.rows import Rows, image_file, key_bytes
 from kiloword.data.sample import IMAGE_SUFFIXES, MAX_TEXT, parse_beside, read_whole
 from kiloword.data.tables import SCHEMA, choose, open_table
 from kiloword.errors import LeftOut
@@ -95,10 +95,10 @@ def open_described(name: str, folder: Path) -> Rows | None:
             return None
     source = open_table(name, table := tables[0], options)
     left, root = LeftOut("path"), Path(source.folder)
-    known = {root / os.fsdecode(name) for name in source.table.column("file").to_pylist() if name}
+    known = {Path(image_file(root, os.fsdecode(name))) for name in source.table.column("file").to_pylist() if name}
     for below, images, _ in image_folders(root, left, used={file.name for file in files}):
         for image in images:
-            if {root / below / image, root / below / _stem(image)}.isdisjoint(known):
+            if root / below / image not in known:
                 left.add(below + image, f"{table.name} does not name it")
     source.notes += [f"{name}: {line}" for line in left.lines()]
     return source

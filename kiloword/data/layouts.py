@@ -84,7 +84,7 @@ def read_layout(path: Path, options: TableOptions, other: Path | None) -> Layout
     if path.suffix.lower() not in JSON:
         return _tokens(path, options, other) if _is_tokens(path) else None
     if isinstance(data, list):
-        return Layout(load_objects(path, data), [], options)
+        return Layout(*load_objects(path, data), options)
     try:
         if "questions" in data:
             cells, subset = _vqa(data, other)
@@ -183,7 +183,7 @@ def images_folder(path: Path, option: str, names: pa.ChunkedArray, subset: str |
     ] + [[Path()]]  # fmt: skip
 
     def holds(place: Path, some: pa.ChunkedArray) -> bool:
-        return any(os.path.exists(image_file(os.path.join(place, os.fsdecode(name.as_py())))) for name in some)
+        return any(os.path.exists(image_file(place, os.fsdecode(name.as_py()))) for name in some)
 
     tried = names[:: -(-len(names) // _TRIED) or 1]
     found = next(filter(None, ([one for one in dict.fromkeys(level) if holds(one, tried)] for level in places)), [])

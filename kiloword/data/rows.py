@@ -29,6 +29,7 @@ from contextlib import contextmanager, suppress
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import numpy as np
 import pyarrow as pa
@@ -154,7 +155,8 @@ class Rows:
             raise BadSample("no image")
         try:
             if size is None:
-                image = read_whole(Path(image_file(place)), "the image", MAX_IMAGE)
+                file = image_file(self.folder, os.fsdecode(self._cell("file", row)))
+                image = read_whole(Path(file), "the image", MAX_IMAGE)
             else:
                 check_size("the image", size, MAX_IMAGE)
                 offset = self._cell("offset", row)
@@ -185,11 +187,13 @@ class Rows:
         return os.path.join(self.folder, os.fsdecode(name)) if name else ""
 
 
-def image_file(path: str) -> str:
-    """The path of an image, whose suffix a table may omit."""
-    if os.path.splitext(path)[1].lower().removeprefix(".") in IMAGE_SUFFIXES or os.path.exists(path):
-        return path
-    return next((file for suffix in IMAGE_SUFFIXES if os.path.exists(file := f"{path}.{suffix}")), path)
+def image_file(folder: Path | str, name: str) -> str:
+    """The path of an image. Its name may lack the suffix, and write letters with marks in another form of Unicode."""
+    forms = dict.fromkeys([name, normalize("NFC", name), normalize("NFD", name)])
+    files = [os.path.join(folder, form) for form in forms]
+    if os.path.splitext(name)[1].lower().removeprefix(".") not in IMAGE_SUFFIXES:
+        files += [f"{file}.{suffix}" for file in files for suffix in IMAGE_SUFFIXES]
+    return next(filter(os.path.exists, files), files[0]) if len(files) > 1 else files[0]
 
 
 @lru_cache(64)

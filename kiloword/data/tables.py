@@ -133,7 +133,7 @@ def open_table(name: str, path: Path, options: TableOptions = DEFAULTS, prefix: 
     of_rows = digest(contents, fingerprint(other) if other else "", repr(chosen), prefix, "None")
     place = cache_folder() / "rows" / f"{digest(contents, options.image)}.images"
     table, file = made_once(
-        f"table 5 {of_rows} {path.name} {classnames} {cache_folder()}",
+        f"table 6 {of_rows} {path.name} {classnames} {cache_folder()}",
         lambda: _table(name, path, options, other, place, classnames, prefix),
     )
     told, folder = json.loads(table.schema.metadata[b"kiloword"]), path.parent
@@ -166,11 +166,11 @@ def _table(
             listed = class_label_names(path, columns.label) or listed
         labels, classnames = labels_of(name, cells[columns.label], listed) if columns.label else ([], None)
         paths = cells.get(columns.image, [])
-        files = [cell if isinstance(cell, str | None) else str(decoded(cell)) for cell in paths]
-    if any(isinstance(cell, list | dict) for cell in paths):
+        files = [None if cell is None else str(decoded(cell) if isinstance(cell, float) else cell) for cell in paths]
+    if paths and all(isinstance(cell, list | dict | None) or is_url(str(cell)) for cell in paths):
         raise ValueError(
-            f"{path}: the column {columns.image} holds lists or objects. Expected paths; in a parquet also bytes, or a "
-            "struct with `bytes` or `path`."
+            f"{path}: the column {columns.image} holds no paths, but lists, objects or URLs. Expected paths of files; "
+            "in a parquet also bytes, or a struct with `bytes` or `path`. Download URLs first, as by img2dataset."
         )
     lone = "surrogatepass" if path.suffix.lower() in JSON else "surrogateescape"
     where: Cells = {"file": [file.encode(errors=lone) if file else None for file in files], "group": files}
@@ -314,7 +314,7 @@ def open_tables(name: str, paths: Sequence[Path], options: TableOptions = DEFAUL
         tables.append(part.table.set_column(part.table.column_names.index("file"), "file", files))
     of_rows = digest(*(part.fingerprint for part in parts))
     identity = (
-        f"tables 4 {of_rows} {[os.path.abspath(part.folder) for part in parts]} {first.classnames} {cache_folder()}"
+        f"tables 5 {of_rows} {[os.path.abspath(part.folder) for part in parts]} {first.classnames} {cache_folder()}"
     )
     table, file = made_once(identity, lambda: pa.concat_tables(tables, promote_options="default"))
     notes = [*(note for part in parts for note in part.notes), *(f"{name}: {line}" for line in left.lines())]

@@ -112,7 +112,7 @@ def test_bad_rows_have_reasons(folder: Path) -> None:
     ]
     assert [source.key(row) for row in (4, 5, 8)] == ["p/2", "row 5", "line 8 (p/0.png,too,many,cells)"]
     (folder / "0.jsonl").write_text('{"image": "p/0.png", "caption": "a"}\n{"image": 5\n[2]\n')
-    assert told(open_source(str(folder / "{0..0}.jsonl"))) == [["a"], "no image", "no image"]
+    assert told(open_source(str(folder / "{0..0}.jsonl"))) == [["a"], "no object", "no object"]
 
 
 @pytest.mark.parametrize("struct", [False, True])
@@ -200,7 +200,10 @@ REFUSED: list[tuple[str, Any, str]] = [  # what follows the path of a table, its
     ("?question=image&answer=image&caption=caption", HEAD, "in place of caption="),
     ("?split=dev", b"image,caption,split\na,x,train\na,x,test\n", "'dev'.*train, test"),
     (";y.csv", HEAD, "belong to a name"),
-    *(("", {"image": [image], "caption": ["x"]}, "lists or objects") for image in ({"a": 3}, {"bytes": "a"}, ["a"])),
+    *(
+        ("", {"image": [image], "caption": ["x"]}, "no paths")
+        for image in ({"a": 3}, {"bytes": "a"}, ["a"], "https://a.org/a.jpg")
+    ),
 ]
 
 
