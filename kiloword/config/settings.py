@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -108,7 +109,8 @@ def check(settings: Any, prefix: str = "--") -> None:
     wrong = []
     for leaf in leaves(settings):
         low, high = leaf.field.metadata.get("limits") or DEFAULT_LIMITS
-        for value in leaf.value if isinstance(leaf.value, list | tuple) else (leaf.value,):
+        listed = leaf.value if isinstance(leaf.value, list | tuple) else (leaf.value,)
+        for value in chain.from_iterable(one if isinstance(one, tuple) else (one,) for one in listed):
             checked = isinstance(value, float) or (isinstance(value, int) and "limits" in leaf.field.metadata)
             if checked and not (low <= value <= high and abs(value) < UNLIMITED):  # not true of NaN
                 name, hint = prefix + leaf.flag if prefix else leaf.path, leaf.field.metadata.get("hint", "")

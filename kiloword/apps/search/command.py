@@ -11,6 +11,7 @@ from typing import Any
 from tyro.conf import Positional
 
 from kiloword.config.execution import Device, Execution, Flat
+from kiloword.config.settings import check, setting
 from kiloword.errors import count, needs
 from kiloword.files import write_json
 from kiloword.models.trust import NONE, Trust
@@ -54,7 +55,7 @@ class Search(Device):
     library: Positional[Path]  # folder that `kiloword index` wrote
     query: Positional[str]  # what the photos should show, or the file of a photo that they should resemble
     also: tuple[tuple[float, str], ...] = ()  # further words and photos, each after the weight of its score
-    top: int = 10  # number of photos
+    top: int = setting(10, "number of photos", 1)
     within: str = ""  # text that the paths of the photos must contain, such as a folder
     json: Path | None = None  # write the results to this file
     page: Path | None = None  # write a page with the photos to this file
@@ -69,8 +70,7 @@ class Search(Device):
         from kiloword.data.folders import is_image
         from kiloword.report import Gallery, Page, Tile, made_by, write_page
 
-        if self.top < 1:
-            raise ValueError(f"--top is {self.top}: expected at least 1.")
+        check(self)
         library = Library(self.library)
         matcher, began = opened_for(self, library), time.perf_counter()
         parts = [(1.0, self.query), *self.also]
@@ -111,7 +111,7 @@ class Serve(Device):
 
     library: Positional[Path]  # folder that `kiloword index` wrote
     host: str = "127.0.0.1"  # address to listen on; only this machine reaches the default
-    port: int = 8321  # port to listen on; 0: any free port
+    port: int = setting(8321, "port to listen on; 0: any free port", 0, 65535)
     model: str | None = None  # model folder, if it has moved since the library was made
     trust: Flat[Trust] = NONE  # code that the model folder may run
 
@@ -128,13 +128,13 @@ class Serve(Device):
             from kiloword.apps.search.site import HEADERS, application
         except ImportError:
             raise ValueError(needs("kiloword serve", "starlette", "search")) from None
+        check(self)
         library, family = Library(self.library), socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        if not 0 <= self.port < 1 << 16:
-            raise ValueError(f"--port is {self.port}: expected at most 65535; 0: any free one.")
         try:
             listening = socket.create_server((self.host, self.port), family=family)
         except OSError as error:
-            raise ValueError(f"--host {self.host} --port {self.port} cannot be used ({error}).") from None
+            wrong = f"--host {self.host} --port {self.port} cannot be used ({error})"
+            raise ValueError(f"{wrong}: choose another --port, 0 for any free one, or --host.") from None
         with listening:
             app = application(library, opened_for(self, library), self.host)
             at = f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{listening.getsockname()[1]}/"

@@ -128,9 +128,13 @@ def opened(
     name, trust = options.model or (file.model if file else ""), options.trust
     if not name:
         raise ValueError("a new library needs a model: kiloword index PHOTOS --model MODEL --out DIR.")
-    if split(name)[1] is None:
-        if options.model is None:
-            raise ValueError(f"the library names the model {name[:200]!r}, which is not fetched unasked: add --model.")
+    path = split(name)[1]
+    if options.model is None and not (path and path.exists()):
+        raise ValueError(
+            f"the library names the model {name[:200]!r}, which is not there, and is not fetched unasked. If it has "
+            "moved, name it by --model."
+        )
+    if path is None:
         name = str(local_folder(name))
     name = utf8(absolute(name))
     matcher = load(name, options.device, "fp32", None, None, trust.method, trust.trust_code, options.precision)

@@ -35,15 +35,15 @@ class Match:
     """A photo in the order of a search."""
 
     row: int  # of the library
-    score: float | None = None
+    score: float
     uncertainty: float | None = None  # of a Gaussian
 
 
 def find(library: Library, matcher: Matcher, query: list[Part], top: int, within: str = "") -> list[Match]:
     """The photos whose scores, summed over the parts of a query, are largest.
 
-    Args: query: texts, and images, whose score is the cosine, or their vectors [D]; each with its weight;
-    within: part of the path that photos must have.
+    Args: query: texts, and images, whose score is the cosine, or their vectors [D]; each with its weight; []: all
+    scores are 0; within: part of the path that photos must have.
     Raises: ValueError for an empty text, and an image that cannot be used.
     """
     scores, words, weights = np.zeros(len(library), np.float32), list[str](), list[float]()

@@ -31,7 +31,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kiloword.apps.search.library import Library, version_of
-from kiloword.apps.search.rank import Match, find, listed, shrunk
+from kiloword.apps.search.rank import Part, find, listed, shrunk
 from kiloword.report import Page, plain
 from kiloword.report.render import POLICY, environment
 
@@ -75,23 +75,18 @@ class Site:
     def search(self, request: Request) -> Response:
         """The page or the JSON of a text, of a photo of the library (like), or of the first photos."""
         library, asked = self.now(), request.query_params
-        within, title, about = asked.get("in", ""), "Search", f"{len(library):,} photos"
+        query, title, about = list[Part](), "Search", ""
         if "like" in asked:
-            row = _row(library, asked["like"])
-            found = find(library, self.matcher, [(library.features["vec"][row], 1)], SHOWN, within)
-            title = "More like this"
+            query, title = [(library.features["vec"][_row(library, asked["like"])], 1)], "More like this"
         elif "q" in asked:
-            title = f"“{asked['q'].strip()[:200]}”"
-            with self.one:
-                found = find(library, self.matcher, [(asked["q"], 1)], SHOWN, within)
-                for tokens, read in self.matcher.tokenizer.cut([asked["q"]], self.matcher.model.config.text).values():
-                    about += f"\n\nThe query has {tokens} tokens; the model reads {read}."
-        else:
-            found = [Match(row) for row in range(len(library))[:SHOWN]]
-        photos = listed(library, found)
+            query, title = [(asked["q"], 1)], f"“{asked['q'].strip()[:200]}”"
+            for tokens, read in self.matcher.tokenizer.cut([asked["q"]], self.matcher.model.config.text).values():
+                about += f"\n\nThe query has {tokens} tokens; the model reads {read}."
+        with self.one:
+            photos = listed(library, find(library, self.matcher, query, SHOWN, asked.get("in", "")))
         if request.url.path != "/":
             return Response(json.dumps(photos), media_type="application/json")  # any file names, as ASCII
-        return _page(title, about, asked, photos)
+        return _page(title, f"{len(photos):,} of {len(library):,} photos{about}", asked, photos)
 
     async def upload(self, request: Request) -> Response:
         """Photos most like an uploaded one."""
