@@ -55,7 +55,7 @@ def column_names(path: Path) -> list[str]:
     if path.suffix.lower() in _CSV:
         return _header(path)[1]
     if path.suffix.lower() in JSON:
-        return list(load_objects(path)[0])
+        return list(load_objects(path, load_json(path))[0])
     with arrow_errors(path):
         return list(pa.parquet.read_schema(path).names)
 
@@ -184,9 +184,8 @@ def _value(line: bytes) -> Any:
     return None
 
 
-def load_objects(path: Path, data: Any = None) -> tuple[Cells, Malformed]:
-    """The columns of a json or jsonl that lists objects. Args: data: its value, if known. Errors: ValueError."""
-    listed = load_json(path) if data is None else data
+def load_objects(path: Path, listed: Any) -> tuple[Cells, Malformed]:
+    """The columns of a json or jsonl that lists objects. Args: listed: its value. Errors: ValueError."""
     rows = [row for row in listed if isinstance(row, dict)] if isinstance(listed, list) else []
     if not rows:
         raise ValueError(f"{path} is no list of objects. Expected objects with `image` and `caption`.")

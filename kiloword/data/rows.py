@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from kiloword.addresses import is_url
 from kiloword.data import remote
-from kiloword.data.sample import IMAGE_SUFFIXES, MAX_IMAGE, QUESTION, check_size, question_in, read_whole
+from kiloword.data.sample import IMAGE_SUFFIXES, MAX_IMAGE, check_size, read_whole
 from kiloword.files import TEMPORARY, cache_folder, replacing
 from kiloword.types import BadSample, LabelSet, NoCaption, Record
 
@@ -92,7 +92,7 @@ class Rows:
             self.table = mapped(self.path)
 
     def __len__(self) -> int:
-        return int(self.table.num_rows)
+        return len(self.table)
 
     @cached_property
     def _columns(self) -> dict[str, pa.ChunkedArray]:
@@ -122,10 +122,6 @@ class Rows:
         self._check(row)
         info: dict[str, Any] = json.loads(self._cell("info", row) or "{}")
         return info
-
-    def question(self, row: int) -> str | None:
-        """The question of a row, without reading the image. Raises BadSample."""
-        return question_in(self.info(row)) if QUESTION in (self._cell("info", row) or "") else None
 
     def label(self, row: int) -> int | LabelSet | None:
         """The class of a row, or its classes."""

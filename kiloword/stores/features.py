@@ -17,6 +17,17 @@ from kiloword.types import BadSample, Example, Source
 _CHUNK = 65536  # images whose captions are averaged at once
 
 
+def means_of(texts: NDArray[np.floating[Any]], starts: NDArray[np.int64]) -> NDArray[np.float32]:
+    """[N, D], the mean of each image's texts [T, D], float32, not of unit norm; zeros for one without captions."""
+    means = list[Tensor]()
+    for first in range(0, len(starts) - 1, _CHUNK):
+        part = starts[first : first + _CHUNK + 1]
+        lengths = torch.from_numpy(np.diff(part))
+        values = torch.from_numpy(texts[part[0] : part[-1]].astype(np.float32))
+        means.append(torch.segment_reduce(values, "mean", lengths=lengths, initial=0))
+    return torch.cat(means).numpy()
+
+
 class FeatureStore(Store):
     """Features of N images and their T captions by one teacher; `kiloword embed` writes the folder.
 
@@ -64,21 +75,12 @@ class FeatureStore(Store):
         return self.column("texts")
 
     def text_means(self) -> NDArray[np.float32]:
-        """[N, D], the mean of each image's captions, float32, not of unit norm; zeros for one without captions."""
-        means = list[Tensor]()
-        for first in range(0, len(self.starts) - 1, _CHUNK):
-            starts = self.starts[first : first + _CHUNK + 1]
-            texts = torch.from_numpy(self.texts()[starts[0] : starts[-1]].astype(np.float32))
-            means.append(torch.segment_reduce(texts, "mean", lengths=torch.from_numpy(np.diff(starts)), initial=0))
-        return torch.cat(means).numpy()
-
-    def of(self, source: Source) -> Features:
-        """The features of a source. Raises: ValueError when the store was made from other data, see `Places`."""
-        return Features(self, source)
+        """See `means_of`."""
+        return means_of(self.texts(), self.starts)
 
     def places(self, source: Source) -> NDArray[np.int64]:
-        """The place of each row of a source [n]; -1 where it is bad. Raises: as `of`."""
-        features = self.of(source)
+        """The place of each row of a source [n]; -1 where it is bad. Raises: as `Features`."""
+        features = Features(self, source)
         return np.array([features.place(source, row) for row in range(len(source))], np.int64)
 
 

@@ -148,7 +148,7 @@ def stored(
 
     Raises: ValueError for stores of other data or another augmentation, and where captions or views change.
     """
-    features = [store.of(source) for store in stores]
+    features = [Features(store, source) for store in stores]
     augmented, found = any(store.file.augmented for store in stores), None
     if augmented:
         _check_shown(stores, data)

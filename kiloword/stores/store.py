@@ -133,7 +133,7 @@ class Store:
         return _good(read_table(self.path / KEYS, ["reason", *names]))
 
     def __len__(self) -> int:
-        return int(self.cells().num_rows)
+        return len(self.cells())
 
     def __str__(self) -> str:
         file, megabytes = self.file, sum(path.stat().st_size for path in self.path.iterdir()) / 1e6

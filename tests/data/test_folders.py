@@ -44,7 +44,7 @@ def test_images_and_the_files_beside_them(tmp_path: Path) -> None:
         assert [source.key(row) for row in range(5)] == ["a", "b.jpg", "b.png", "c", "e"]
         assert [source.captions(row) for row in (0, 1, 4)] == [["x", "y"], ["q"], ["1", "2"]]
         assert (source.record(2).image, source.record(2).info) == (photo(2), {"z": [1, None]})
-        assert (source.question(4), source.record(4).label.indices) == ("w?", (0, 2))
+        assert (source.info(4)["question"], source.record(4).label.indices) == ("w?", (0, 2))
         with pytest.raises(BadSample, match="the image has zero bytes"):
             source.record(3)
     (tmp_path / "a.txt").write_bytes(b"xyz\n")

@@ -200,10 +200,7 @@ REFUSED: list[tuple[str, Any, str]] = [  # what follows the path of a table, its
     ("?question=image&answer=image&caption=caption", HEAD, "in place of caption="),
     ("?split=dev", b"image,caption,split\na,x,train\na,x,test\n", "'dev'.*train, test"),
     (";y.csv", HEAD, "belong to a name"),
-    *(
-        ("", {"image": [image], "caption": ["x"]}, "no paths")
-        for image in ({"a": 3}, {"bytes": "a"}, ["a"], "https://a.org/a.jpg")
-    ),
+    *(("", {"image": [i], "caption": ["x"]}, "no paths") for i in ({"a": 3}, {"bytes": "a"}, ["a"], "https://a.org/a")),
 ]
 
 
@@ -234,7 +231,7 @@ p/0.png,x,too,many,cells
     keys = ["p/0#0", "p/0#1", "p/1#2", "p/1#3", "p/zero#4", "p/0#5", "p/none#6", "line 11 (p/0.png,x,too,many,cells)"]
     assert [source.key(row) for row in range(len(source))] == keys
     assert source.record(0).info == {"question": "is it red?", "answers": ["yes", "no", ""], "question_type": "is it"}
-    assert (source.question(1), source.record(1).image) == ("what, then?", photo(0))
+    assert (source.info(1)["question"], source.record(1).image) == ("what, then?", photo(0))
     assert told(source) == [
         ["yes", "no"],
         ["blue", "green"],

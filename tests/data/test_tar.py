@@ -190,7 +190,7 @@ def test_labels_arrays_and_the_rest_of_the_json(tmp_path: Path) -> None:
     found = records(source)
     assert [(record.label, record.info) for record in found] == [(label, info) for _, label, info in LABELS]
     assert source.labels.tolist() == [label if isinstance(label, int) else -1 for _, label, _ in LABELS]
-    assert [source.question(row) for row in (4, 5)] == [None, "is it red?"]
+    assert [source.info(row).get("question") for row in (4, 5)] == [None, "is it red?"]
     assert list(captions_of(source))[:3] == ["x", "a", "is it red?"], "a tokenizer learns questions, too"
 
 

@@ -56,7 +56,7 @@ def test_a_list_is_several_answers(tmp_path: Path, kind: str, column: str, objec
     """Objects are answers of VQAv2."""
     answers = [{"answer": text, "answer_id": 1} for text in SEVERAL] if objects else SEVERAL
     source: Any = open_source(str(one_row(tmp_path, kind, question="what?", **{column: write(answers)})))
-    assert (source.question(0), captions(source)) == ("what?", [SEVERAL])
+    assert (source.info(0)["question"], captions(source)) == ("what?", [SEVERAL])
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet", "jsonl"])

@@ -36,7 +36,7 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.defaults import default_recipe
 from kiloword.randomness import key
 from kiloword.stores.embed import embed
-from kiloword.stores.features import FeatureStore
+from kiloword.stores.features import Features, FeatureStore
 from kiloword.stores.runs import stored as reads
 from kiloword.training.loop import RunOptions, train
 from kiloword.training.run_folder import RunFile
@@ -121,7 +121,7 @@ def test_what_is_stored(table: FeatureStore) -> None:
     assert torch.allclose(torch.from_numpy(table.text_means()), torch.stack(means), atol=1e-7)
     for row in (4, 5):  # a row that was bad has no features
         example = Example(source.key(row), row, torch.zeros(3, SIZE, SIZE), [])
-        table.of(source)(example, source)
+        Features(table, source)(example, source)
         assert bool(example.image_features["teacher"].any()) == (row != 5)
 
 
@@ -237,7 +237,7 @@ def embedded(out: Path, *sources: Source) -> FeatureStore:
 
 def right(store: FeatureStore, source: Source) -> bool:
     """Whether the features are what the teacher gives for the images of the source."""
-    found, images, joined = list[Tensor](), list[Tensor](), store.of(source)
+    found, images, joined = list[Tensor](), list[Tensor](), Features(store, source)
     for row in range(len(source)):
         record = source.record(row)
         example = Example(record.key, row, torch.empty(0), record.captions)
@@ -267,7 +267,7 @@ def test_parts_and_keep_lists_find_their_rows(tmp_path: Path) -> None:
     assert right(most, part)
     for other in (source, open_source(f"val-part:{source.name}")):
         with pytest.raises(ValueError, match="lacks"):
-            most.of(other)
+            Features(most, other)
 
 
 def test_keys_serve_other_files_of_the_same_images(sources: list[Source], tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_keys_serve_other_files_of_the_same_images(sources: list[Source], tmp_pa
         (both, subset, "two images with the key '0003' that differ"),
     ):
         with pytest.raises(ValueError, match=word):
-            made.of(source)
+            Features(made, source)
 
 
 def test_extra_captions_must_be_the_store_s(sources: list[Source], tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_extra_captions_must_be_the_store_s(sources: list[Source], tmp_path: Pat
     assert right(store, sources[0])
     assert right(store, extended)
     with pytest.raises(ValueError, match=r"lacks captions of .* one of 0003: .*extra captions"):
-        embedded(tmp_path / "s", sources[0]).of(extended)
+        Features(embedded(tmp_path / "s", sources[0]), extended)
 
 
 def test_other_pixels_behind_the_same_names_and_sizes_are_refused(tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_other_pixels_behind_the_same_names_and_sizes_are_refused(tmp_path: Path
         sources.append(open_source(str(tmp_path / name)))
     assert sources[0].fingerprint == sources[1].fingerprint
     with pytest.raises(ValueError, match="another image"):
-        embedded(tmp_path / "s", sources[0]).of(sources[1])
+        Features(embedded(tmp_path / "s", sources[0]), sources[1])
     assert right(embedded(tmp_path / "both", *sources), mix(sources[::-1]))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kiloword.data.reading import captions_at
 from kiloword.model.encoding import chunks
-from kiloword.stores.features import FeatureStore
+from kiloword.stores.features import FeatureStore, means_of
 from kiloword.types import BadSample, Source
 
 Ints = NDArray[np.int64]
@@ -44,12 +44,7 @@ class Corpus:
     @cached_property
     def means(self) -> Floats:
         """[N, D] mean over the captions of an image, not normalised."""
-        sums = torch.zeros(self.images.shape)
-        for part in chunks(len(self.captions), ROWS):
-            sums.index_add_(
-                0, torch.from_numpy(self.owner[part]), torch.from_numpy(np.array(self.texts[part], np.float32))
-            )
-        return sums.numpy() / np.maximum(np.diff(self.starts), 1, dtype=np.float32)[:, None]
+        return means_of(self.texts, self.starts)
 
     def load(self, values: Floats, which: slice | Ints) -> Tensor:
         """Load rows of `images`, `texts` or `means`: [n, D] float32 on the device."""

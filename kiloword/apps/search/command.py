@@ -133,8 +133,9 @@ class Serve(Device):
         try:
             listening = socket.create_server((self.host, self.port), family=family)
         except OSError as error:
-            wrong = f"--host {self.host} --port {self.port} cannot be used ({error})"
-            raise ValueError(f"{wrong}: choose another --port, 0 for any free one, or --host.") from None
+            raise ValueError(
+                f"--host {self.host} --port {self.port} cannot be used ({error}): choose another --port, or 0 for any."
+            ) from None
         with listening:
             app = application(library, opened_for(self, library), self.host)
             at = f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{listening.getsockname()[1]}/"

@@ -130,10 +130,7 @@ def opened(
         raise ValueError("a new library needs a model: kiloword index PHOTOS --model MODEL --out DIR.")
     path = split(name)[1]
     if options.model is None and not (path and path.exists()):
-        raise ValueError(
-            f"the library names the model {name[:200]!r}, which is not there, and is not fetched unasked. If it has "
-            "moved, name it by --model."
-        )
+        raise ValueError(f"the library's model {name[:200]!r} is not there, and is not fetched unasked: name --model.")
     if path is None:
         name = str(local_folder(name))
     name = utf8(absolute(name))

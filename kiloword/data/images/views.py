@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kiloword.config.recipes import AugmentConfig, Resize
-from kiloword.config.settings import check
+from kiloword.config.settings import check, setting
 from kiloword.data.images.augmentation import EvalTransform, TrainTransform
 from kiloword.data.images.decode import Pixels
 from kiloword.randomness import Draw, key
@@ -30,7 +30,7 @@ class Augmented:
     Args: views: K; seed: of the augmentation; transform, by_key: see `of`.
     """
 
-    views: int = 1
+    views: int = setting(1, "", 1, MOST)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     seed: int = 0
     transform: TrainTransform | EvalTransform = field(default_factory=lambda: EvalTransform(1))
@@ -50,9 +50,7 @@ class Augmented:
 
     def check(self) -> None:
         """Raises: ValueError for numbers out of range, and for settings that change no image."""
-        if not 1 <= self.views <= MOST:
-            raise ValueError(f"--views is {self.views}: expected 1 to {MOST}.")
-        check(self.augment, prefix="--augment.")
+        check(self)
         for name in LATER:
             if getattr(self.augment, name):
                 raise ValueError(f"--augment.{name.replace('_', '-')} changes no image: leave it to the training.")

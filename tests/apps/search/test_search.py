@@ -233,8 +233,7 @@ def test_a_path_that_leaves_the_folder_is_refused(library: Path) -> None:
 
 REFUSED = [
     ("search LIBRARY \t", "expected words"),
-    ("search LIBRARY dog --top 0", "--top"),
-    ("search LIBRARY dog --also nan cat", "--also"),
+    ("search LIBRARY dog --top 0 --also nan cat", "; --top"),
     ("search LIBRARY dog --also -1 BAD", "not an image"),
     ("search LIBRARY none.jpg", "none.jpg"),
     ("search PHOTOS dog", "library.json"),
