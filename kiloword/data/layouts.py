@@ -96,7 +96,8 @@ def read_layout(path: Path, options: TableOptions, other: Path | None) -> Layout
         return Layout(cells, [], options, [note] if unknown else [], "".join(_SUBSET.findall(path.name)[:1]))
     except (KeyError, TypeError, AttributeError) as error:
         reason = f"has no key {error} where one is" if isinstance(error, KeyError) else "has another form than"
-        raise ValueError(f"{path} {shown(reason[:80])} expected. {_EXPECTED}") from None
+        files = path if other is None else f"{path} or {other}"
+        raise ValueError(f"{files} {shown(reason[:80])} expected. {_EXPECTED}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
