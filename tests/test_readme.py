@@ -34,15 +34,14 @@ from tars import pairs, photo, write_tar
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+GUIDES = ("python", "training", "fine-tune", "methods", "own-method", "evaluation", "scale")
 SHOWING = (  # pages with commands and code that are run
     "README.md",
     "SKILL.md",
-    "docs/python.md",
-    "docs/training.md",
-    "docs/methods.md",
-    "docs/own-method.md",
-    "docs/evaluation.md",
-    "docs/scale.md",
+    *(
+        f"docs/{page}.md"
+        for page in ["python", "training", "fine-tune", "methods", "own-method", "evaluation", "scale"]
+    ),
     *sorted(page.relative_to(ROOT).as_posix() for page in ROOT.glob("docs/papers/*.md")),
 )
 SHOWN = re.sub(r" \\\n +", " ", "\n".join((ROOT / page).read_text() for page in SHOWING))
@@ -103,12 +102,12 @@ def place(
     write_coco(tmp_path / "coco")
     (tmp_path / "results.json").write_text(json.dumps([{"image_id": 42, "caption": "a thing"}]))
     (tmp_path / "mine.toml").write_text(SHOWN.split("```toml\n")[1].split("```")[0])
-    shutil.copytree(trained, tmp_path / "quickstart" / "model")
-    shutil.copytree(trained, tmp_path / "models" / "b32")
+    for name in ("quickstart/model", "models/b32", "models/average"):
+        shutil.copytree(trained, tmp_path / name)
     for run in ("photos", "big"):
         shutil.copytree(trained.parent, tmp_path / "runs" / run)
-    for name, model in others.items():
-        shutil.copytree(model, tmp_path / "runs" / name / "model")
+    for name, model in {**others, "tuned": trained}.items():
+        shutil.copytree(model, tmp_path / "runs" / name / ("best" if name == "tuned" else "model"))
     (tmp_path / "quickstart" / "example.png").write_bytes(photo())
     (tmp_path / "dog.jpg").write_bytes(photo())
     return tmp_path
@@ -173,6 +172,7 @@ def test_command(command: str, place: Path, capsys: pytest.CaptureFixture[str]) 
         sized = ("--batch", "--micro")
         words = [w for n, w in enumerate(words) if w not in sized and words[n - 1] not in sized]
         words += ["--batch", "4", "--dry-run"]
+    if words[0] in ("train", "average"):
         words[words.index("--out") + 1] = "planned"  # the folder on the page holds the model that others use
     if words[0] == "sweep":
         words.append("--dry-run")
