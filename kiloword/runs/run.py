@@ -35,8 +35,10 @@ class Run:
 
     def __init__(self, folder: Path, name: str = "") -> None:
         self.folder, self.name = folder, name or folder.absolute().name
-        recipe = read_object(folder / "config.json").get("recipe")
+        config = read_object(folder / "config.json")
+        recipe = config.get("recipe")
         self.recipe: dict[str, Any] = recipe if isinstance(recipe, dict) else {}
+        self.digests = {name: config[name] for name in ("code", "data_fingerprint") if config.get(name)}
         self.batch, self.step = int(self.recipe.get("batch", 1)), 0
         self.error = str(read_object(folder / ERROR).get("error", ""))
         self.best = read_best(folder)

@@ -55,11 +55,7 @@ def run_file(recipe: Recipe, source: Source) -> RunFile:
     return RunFile(
         recipe=recipe,
         data_fingerprint=source.fingerprint,
-        code="".join(
-            fingerprint(Path(file))
-            for part in sorted(modules_of(recipe.method))
-            if (file := getattr(sys.modules.get(part.partition(":")[0]), "__file__", None))
-        ),
+        code=code_of(recipe.method),
         data_sampled=digests[0],
         features=(
             *(FeatureStore(path).file.origin for path in recipe.data.features),
@@ -67,6 +63,12 @@ def run_file(recipe: Recipe, source: Source) -> RunFile:
         ),
         model=preset(recipe.method, recipe.settings).shape(recipe.model),
     )
+
+
+def code_of(method: str) -> str:
+    """The digests of the files of the user's modules in the name of a method, once they are imported."""
+    modules = (sys.modules.get(part.partition(":")[0]) for part in sorted(modules_of(method)))
+    return "".join(fingerprint(Path(file)) for module in modules if (file := getattr(module, "__file__", None)))
 
 
 @contextmanager

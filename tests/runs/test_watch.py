@@ -262,9 +262,11 @@ def test_runs_of_several_batches_and_sizes_are_several_groups(runs: Path) -> Non
     config["recipe"] |= {"size": "s16", "model": {"width": 3}}
     (runs / "other" / "config.json").write_text(json.dumps(config))
     (runs / "fast-1" / "config.json").write_text("{")  # is like no other
+    config = json.loads((runs / "slow-1" / "config.json").read_text())
+    (runs / "slow-1" / "config.json").write_text(json.dumps(config | {"code": "edited"}))
     main(["compare", str(runs), "--json", str(runs.parent / "c.json"), "--html", str(runs.parent / "c.html")])
     groups = {group["name"]: group for group in json.loads((runs.parent / "c.json").read_text())["groups"]}
-    assert list(groups) == ["<script>", "fast-0", "fast-1", "other", "slow-0 and 1 more"]
+    assert list(groups) == ["<script>", "fast-0", "fast-1", "other", "slow-0", "slow-1"]
     assert groups["fast-1"]["settings"] == {}
     assert "model.width" not in groups["other"]["settings"]  # the size implies it
     assert "loss of clip, batch 20" in groups["<script>"]["metrics"]

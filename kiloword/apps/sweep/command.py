@@ -26,8 +26,8 @@ from kiloword.terminal import say, warn
 from kiloword.training import command as train
 
 Arm = dict[str, Any]
-"""An arm as sweep.json holds it: name (of its folder), values (setting -> value), seed, command (words of `train`) and
-eval; once it has run metrics or error."""
+"""An arm as sweep.json holds it: name (of its folder), values (setting -> value), seed and command (words of `train`);
+once it has run eval, code (digest of the user's method), and metrics or error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ def read(argv: Sequence[str]) -> Sweep:
         SweepOptions, args=argv, prog="kiloword sweep METHOD", description=about, return_unknown_args=True
     )
     check(options)
-    return Sweep(options, words)
+    return Sweep(options, words, {"eval": [*options.eval]})
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class Sweep:
 
     options: SweepOptions
     words: list[str]  # of `train`, which all arms share
+    same: dict[str, Any]  # what else finished arms share with it: eval, and code
 
     def run(self) -> None:
         """Run the arms that are not finished, and write the figures of all; an arm that fails does not end the others.
@@ -75,8 +76,7 @@ class Sweep:
         """
         arms, options = self.arms(), self.options
         try:
-            for arm in arms[: len(arms) // options.seeds]:
-                training = train.read(arm["command"])
+            trainings = [train.read(arm["command"]) for arm in arms[: len(arms) // options.seeds]]
         except ValueError as error:
             if not options.dry_run:
                 raise
@@ -86,11 +86,15 @@ class Sweep:
             say(*(f"{arm['name']}: {shlex.join(['kiloword', 'train', *arm['command']])}" for arm in arms))
             return
         from kiloword.methods.registry import preset
+        from kiloword.training.run_folder import code_of
         from kiloword.training.signals import Stopped
         from kiloword.training.validation import open_sets
 
-        asks = "questions" in preset(training.words.method).needs
-        sets = open_sets(options.eval, asks, training.args.recipe.model.image.size, "--eval")
+        method = trainings[0].words.method
+        self.same["code"] = code_of(method)
+        asks = "questions" in preset(method).needs
+        sizes = {training.args.recipe.model.image.size for training in trainings}
+        sets = {size: open_sets(options.eval, asks, size, "--eval") for size in sizes}
         with Lock(options.out, "sweeping in"):
             earlier = read_object(options.out / "sweep.json").get("arms", [])
             known = {arm["name"]: arm for arm in earlier}
@@ -98,6 +102,7 @@ class Sweep:
             say(f"{len(arms) - len(todo)} of {len(arms)} arms are finished, {len(todo)} to do")
             for arm in todo:
                 say(f"arm {arm['name']}")
+                arm |= self.same
                 try:
                     arm["metrics"] = _metrics(arm, options.out / arm["name"], sets)
                 except Stopped:
@@ -111,7 +116,7 @@ class Sweep:
             table = self._write([*known.values()])
         say_blocks([table])
         if omitted := sum("metrics" in arm and not self._counts(arm) for arm in known.values()):
-            say(f"omitted: {omitted} arms of other flags or another --eval")
+            say(f"omitted: {omitted} arms of other flags, another --eval or another file of the method")
         names = dict.fromkeys(name for arm in known.values() if self._counts(arm) for name in arm["metrics"])
         if unknown := [metric for metric in options.metric if metric not in names]:
             warn(f"no arm has --metric {', '.join(unknown)}: expected one of {', '.join(names)}.")
@@ -143,13 +148,12 @@ class Sweep:
                 words += [switch] if switch else [f"--{name}", value]
             name = re.sub(r"[^\w.=,+-]", "_", f"{_named(varied)}, seed={seed}".replace(", ", ","))
             command = [*words, "--seed", str(seed), "--out", str(self.options.out / name)]
-            evaluated = {"command": command, "eval": [*self.options.eval]}
-            arms.append({"name": name, "values": varied, "seed": seed, **evaluated})
+            arms.append({"name": name, "values": varied, "seed": seed, "command": command})
         return arms
 
     def _counts(self, arm: Arm) -> bool:
-        """Whether an arm of sweep.json is finished, by the same flags and evaluation."""
-        same = arm.get("command", [])[: len(self.words)] == self.words and arm.get("eval") == [*self.options.eval]
+        """Whether an arm of sweep.json is finished, by the same flags, evaluation and code."""
+        same = arm.get("command", [])[: len(self.words)] == self.words and self.same.items() <= arm.items()
         return same and "metrics" in arm
 
     def _write(self, arms: Sequence[Arm]) -> Table:
@@ -176,7 +180,7 @@ def _named(values: dict[str, str]) -> str:
     return ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in values.items())
 
 
-def _metrics(arm: Arm, folder: Path, sets: Sequence[Any]) -> dict[str, float]:
+def _metrics(arm: Arm, folder: Path, sets_by_size: dict[int, list[Any]]) -> dict[str, float]:
     """Train an arm: its last loss and validation, and metrics on the sets of --eval; of several "NAME/METRIC"."""
     from kiloword.api import load
     from kiloword.data.open import open_data
@@ -186,7 +190,7 @@ def _metrics(arm: Arm, folder: Path, sets: Sequence[Any]) -> dict[str, float]:
     training = train.read(arm["command"])
     training.run()
     metrics = {n: c[1][-1] for n, c in Run(folder).curves.items() if n == "loss" or n.startswith("val/")}
-    if sets:
+    if sets := sets_by_size[training.args.recipe.model.image.size]:
         args, method = training.args, training.words.method
         own, trust = method if ":" in method else None, "--trust-code" in arm["command"]
         device = choose(args.options.device)
