@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import logging
+import os
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +15,7 @@ from dataclasses import dataclass, field
 REASONS = 20  # that are printed
 NAMED = 3  # of the things that are left out for one reason
 FULL_DISK = ("No space left on device", "PytorchStreamWriter failed writing")
+LIBRARIES = (os.path.dirname(__file__), os.path.dirname(os.__file__), "-packages", "<")  # in paths that no user wrote
 WORKER = "Often memory (fewer --workers), a small /dev/shm, or a file system that hangs; --workers 0 shows where."
 
 
@@ -133,7 +136,7 @@ def sentence_of(error: BaseException) -> str | None:
         text = error.object[max(0, error.start - 200) : error.end + 20]
         return f"{text!r} cannot be written as {error.encoding}: rename the file or folder, or set PYTHONUTF8=1."
     if isinstance(error, ValueError):
-        return message
+        return f"{message}{_in_user_code(error)}"
     if isinstance(error, OSError):
         return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}."
     if any(words in message for words in FULL_DISK):  # libraries that write files wrap the error of the system
@@ -145,3 +148,13 @@ def sentence_of(error: BaseException) -> str | None:
     if isinstance(error, RuntimeError) and message.startswith("DataLoader"):
         return f"a loader worker stopped: {first.rstrip('. ')}. {WORKER}"
     return None
+
+
+def _in_user_code(error: BaseException | None) -> str:
+    """The last line of a user's file that an error, or its cause, passed through: " (mine.py:12)"; "" for none."""
+    frames = list[traceback.FrameSummary]()
+    while error:
+        frames += traceback.extract_tb(error.__traceback__)
+        error = error.__cause__
+    own = [f" ({f.filename}:{f.lineno})" for f in frames if not any(part in f.filename for part in LIBRARIES)]
+    return "".join(own[-1:])

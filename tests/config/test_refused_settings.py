@@ -10,7 +10,7 @@ from kiloword.errors import LeftOut, sentence_of
 @pytest.mark.parametrize(
     ("error", "output"),
     [
-        (ValueError(" a sentence. "), "a sentence."),
+        (ValueError(" a sentence. "), f"a sentence. ({__file__}:"),
         (FileNotFoundError(2, "No such file", "x.tar"), "No such file: x.tar."),
         (MemoryError("9 GiB"), "out of memory (9 GiB): take a smaller --batch"),
         (RuntimeError("DataLoader (pid 3) exited. \nmore"), "a loader worker stopped: DataLoader (pid 3) exited. "),
@@ -21,7 +21,9 @@ from kiloword.errors import LeftOut, sentence_of
     ],
 )
 def test_errors_in_the_words_of_a_user(error: BaseException, output: str | None) -> None:
-    found = sentence_of(error)
+    with pytest.raises(type(error)) as raised:
+        raise error
+    found = sentence_of(raised.value)
     assert found is None if output is None else (found or "").startswith(output) and "\n" not in (found or "")
 
 
