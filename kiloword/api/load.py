@@ -9,7 +9,7 @@ from pathlib import Path
 from kiloword.api.matcher import Matcher
 from kiloword.distributed.device import choose
 from kiloword.interop.names import local_folder
-from kiloword.methods.registry import omitted
+from kiloword.methods.registry import parts_of
 from kiloword.model.model import Model, resize, resize_text
 from kiloword.model.prefix import keep_prefix_
 from kiloword.models.adapters import FILE
@@ -56,7 +56,7 @@ def load(
     if dim is not None:
         keep_prefix_(model, dim)
         settings = {name: value for name, value in file.settings.items() if name != "matryoshka"}
-        file = replace(file, method=omitted(file.method, "matryoshka"), settings=settings)
+        file = replace(file, method="+".join(p for p in parts_of(file.method) if p != "matryoshka"), settings=settings)
     card = ""
     with suppress(OSError), (folder / CARD).open("rb") as opened:
         card = opened.read(LONGEST_CARD).decode(errors="replace")

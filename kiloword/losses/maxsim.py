@@ -45,15 +45,6 @@ def similarity(patches: Tensor, words: Tensor, share: Tensor, sides: Sides) -> T
     return result
 
 
-def of_pairs(patches: Tensor, words: Tensor, share: Tensor, sides: Sides) -> Tensor:
-    """Scores [n] of image n with text n: patches [n, P, D], words [n, W, D], share [n, W]."""
-    products = patches @ words.mT  # [n, P, W]
-    score = sides.by_word * (share * products.amax(1)).sum(1)
-    if not sides.by_patch:
-        return score
-    return score + sides.by_patch * products.masked_fill(share[:, None] == 0, -torch.inf).amax(2).mean(1)
-
-
 def block(patches: int, words: int, device: str) -> tuple[int, int]:
     """Rows and columns of a block, of as many patches as words, for which the saved places are bounded."""
     pairs = SAVED.get(device, SAVED["cuda"]) // (patches + words)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kiloword.distributed.device import device_type
-from kiloword.model.heads import Pooling, unit
+from kiloword.model.heads import Pooling, shares
 from kiloword.model.pooling import at_least_float
 from kiloword.types import Features
 
@@ -56,13 +56,6 @@ class PerText(Pooling):
         out = at_least_float(self.output(texts))
         return cosine(keys, values, query, target, out, self.factor, self._form(images, texts))
 
-    def score_pairs(self, images: Features, texts: Features) -> Tensor:
-        """Scores [n] of image n as text n attends to its tokens."""
-        keys, values, query, target = _floats(images, texts)
-        phi = torch.einsum("nkmd,nmd->nmk", keys, query * self.factor).softmax(-1)
-        mixed = torch.einsum("nmk,nkmd->nmd", phi, values).flatten(1)  # C
-        return (unit(mixed @ at_least_float(self.output(texts)).T) * target).sum(1)
-
     def block(self, images: Features, texts: Features) -> tuple[int, int]:
         """Rows and columns of one block: few images, many texts."""
         return block(images["keys"].shape[1:], self._form(images, texts), device_type(images["keys"].device))
@@ -72,11 +65,10 @@ class PerText(Pooling):
 
     def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features:
         """Means of the prompts' unit vectors, normalised again, and of their queries (arXiv:2405.00740, appendix A)."""
-        share = texts["vec"].new_ones(len(group)) if weights is None else weights.to(texts["vec"])
-        total = share.new_zeros(n).index_add(0, group, share)
-        query = at_least_float(texts["query"]) * share[:, None, None]
+        query = at_least_float(texts["query"])
+        query = query * shares(query, group, n, weights)[:, None, None]
         query = query.new_zeros(n, *query.shape[1:]).index_add(0, group, query)
-        return {**super().ensemble(texts, group, n, share), "query": query / total[:, None, None]}
+        return {**super().ensemble(texts, group, n, weights), "query": query}
 
     def explain(self, images: Features, texts: Features) -> Tensor:
         """Mixing weights [i, t, M, N] of eq. 1."""

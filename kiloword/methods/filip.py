@@ -25,7 +25,7 @@ from kiloword.methods import clip
 from kiloword.methods.matryoshka import WHOLE, whole_head
 from kiloword.methods.method import Component, Method, Part
 from kiloword.model.attention import Packing
-from kiloword.model.heads import Pooling, Single, shares, unit
+from kiloword.model.heads import Pooling, shares, unit
 from kiloword.model.image import extra
 from kiloword.model.pooling import at_least_float
 from kiloword.types import Features, PairBlocks, Positives, Texts, Total
@@ -79,9 +79,9 @@ def preset(settings: Settings) -> Method:
 def maxsim(method: Method, settings: MaxSimSettings) -> Method:
     """Compare all patches with all words in place of one vector each.
 
-    Raises: ValueError for a method that does not pool each image and each text into one vector, or without pair loss.
+    Raises: ValueError for a method with an uncertainty, or without pair loss.
     """
-    if method.pooling.kind is not Single or method.uncertainty is not None or method.pair_weight == 0:
+    if method.uncertainty is not None or method.pair_weight == 0:
         raise ValueError(f"maxsim replaces a pair loss's score of one vector each, which {method.name} has not.")
     return with_whole(replace(method, pooling=Part(MaxSim, settings)), settings.whole)
 
@@ -158,10 +158,6 @@ class MaxSim(Pooling):
     def score(self, images: Features, texts: Features) -> Tensor:
         """[i, t], the mean of both sides, or the text's."""
         return scores.similarity(*_floats(images, texts), self.weights)
-
-    def score_pairs(self, images: Features, texts: Features) -> Tensor:
-        """Scores [n] of image n with text n."""
-        return scores.of_pairs(*_floats(images, texts), self.weights)
 
     def block(self, images: Features, texts: Features) -> tuple[int, int]:
         """Rows and columns of one block: what is saved for its gradient is bounded."""

@@ -22,7 +22,7 @@ from kiloword.losses.pertext import PerText, check_heads
 from kiloword.methods import siglip
 from kiloword.methods.matryoshka import WHOLE, whole_head
 from kiloword.methods.method import Component, Method, Part
-from kiloword.model.heads import Single, unit
+from kiloword.model.heads import unit
 from kiloword.model.image import extra
 from kiloword.model.pooling import ImagePool, TextPool
 from kiloword.types import Features, PairBlocks, Pairs, Positives, Texts, Total
@@ -55,11 +55,11 @@ def preset(settings: Settings) -> Method:
 def attended(method: Method, settings: FlairSettings) -> Method:
     """Pool patches for every text, and add the loss of whole images.
 
-    Raises: ValueError for a method whose loss is no sigmoid, or that does not pool images and texts into one vector.
+    Raises: ValueError for a method whose loss is no sigmoid, or that has an uncertainty.
     """
     if method.pair_loss is not sigmoid_loss:
         raise ValueError(f"{method.name} has no sigmoid loss, which flair has twice: add +sigmoid, or use siglip.")
-    if method.pooling.kind is not Single or method.uncertainty is not None:
+    if method.uncertainty is not None:
         raise ValueError(f"attended replaces a pooling of one vector each, which {method.name} has not.")
     return replace(
         method,

@@ -51,12 +51,7 @@ def preset(settings: Settings) -> Method:
 
 
 def mixed(method: Method, settings: ContextualSettings) -> Method:
-    """Replace the pooling of a method by mixture tokens and theirs; scale, bias and uncertainty stay.
-
-    Raises: ValueError for a method that does not pool each image and each text into one vector.
-    """
-    if method.pooling.kind is not Single:
-        raise ValueError(f"{method.name} has a pooling that contextual cannot replace: choose one of them.")
+    """Replace the pooling of a method by mixture tokens and theirs; scale, bias and uncertainty stay."""
     kinds = {"contextual": Contextual, "learned_average": LearnedAverage}
     return replace(method, pooling=Part(kinds.get(settings.pool, OneVector), settings))
 
@@ -186,7 +181,7 @@ class LearnedAverage(Attention):
     """One learned query for all texts, so that an image is one vector (arXiv:2405.00740, section 5)."""
 
     one_vector = True
-    text, score_pairs = Single.text, Single.score_pairs
+    text = Single.text
 
     def __init__(self, config: ModelConfig, settings: ContextualSettings) -> None:
         super().__init__(config, settings)

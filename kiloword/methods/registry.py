@@ -78,11 +78,6 @@ def base_of(name: str) -> str:
     return parts_of(name)[0]
 
 
-def omitted(name: str, component: str) -> str:
-    """The name of a method without a component: "clip+compose" of "clip+matryoshka+compose"."""
-    return "+".join(part for part in parts_of(name) if part != component)
-
-
 def modules_of(name: str) -> set[str]:
     """The parts of a method's name that are code of users: {"mine:preset", "mine:term"} of "mine:preset+mine:term"."""
     return {part for part in parts_of(name) if ":" in part}
@@ -133,7 +128,10 @@ def _custom(name: str) -> tuple[Callable[[Any], Method], type]:
     except NameError as e:
         raise ValueError(f"{name} has an annotation that is not known there: {e}.") from e
     if first is not None and not is_dataclass(first.annotation):
-        raise ValueError(f"{name} takes {first.name!r}: annotate it with a settings dataclass, or take no argument.")
+        raise ValueError(
+            f"{name} takes {str(first)!r}: expected a class of settings with @dataclass(frozen=True, kw_only=True), or "
+            "no argument."
+        )
     return (make, first.annotation) if first else (lambda settings: make(), Nothing)
 
 
@@ -177,11 +175,13 @@ def _with(method: Method, word: str, part: Component, settings: Any) -> Method:
     """The method with a component. Raises: ValueError where it would change nothing, or leave a head without a loss."""
     if part.slot in ("pair_loss", "positives", "prepare") and method.pair_weight == 0:
         raise ValueError(f"{method.name} has no pair loss, which {word} would change: omit +{word}.")
-    if part.vectors and (method.pooling.kind is not Single or method.pair_weight == 0):
+    if (part.vectors or part.slot == "pooling") and method.pooling.kind is not Single:
         raise ValueError(
-            f"{word} compares one vector per image with one per {part.vectors}, which {method.name} has not, or which "
-            "no pair loss trains: omit it, or choose a method with both."
+            f"{word} needs Single, the pooling of one vector per image and text, but {method.name} has "
+            f"{method.pooling.kind.__name__}: choose one of them."
         )
+    if part.vectors and method.pair_weight == 0:
+        raise ValueError(f"{word} needs vectors that a pair loss trains, but {method.name} has none: omit +{word}.")
     if part.gaussians and method.uncertainty is None:
         raise ValueError(f"{word} compares Gaussians, but {method.name} has none: add +gaussian.")
     if part.slot == "pair_loss" and method.further:

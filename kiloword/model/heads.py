@@ -15,9 +15,11 @@ from kiloword.config.recipes import ModelConfig
 from kiloword.distributed.collectives import whole
 from kiloword.distributed.device import device_type
 from kiloword.model.blocks import Init
+from kiloword.model.encoding import chunks, rows
 from kiloword.model.pooling import ImagePool, TextPool, at_least_float
 from kiloword.types import Features, Texts
 
+TOGETHER = 16  # images and texts that `score_pairs` scores at once
 BLOCK = {"cpu": 1024, "cuda": 4096}  # rows and columns of pairs that are scored at once
 
 
@@ -87,12 +89,6 @@ class Pooling(Piece):
     text_projection: nn.Linear
     attends_to_patches = ""
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if "score" in vars(cls) and "score_pairs" not in vars(cls):
-            # the one of a base would score otherwise
-            cls.score_pairs = Pooling.score_pairs  # type: ignore[method-assign]
-
     def image(self, tokens: Tensor) -> Features:
         """Tokens [I, E + P, W] -> features of images, every value [I, ...], with unit vectors "vec" [I, D]."""
         raise NotImplementedError
@@ -121,11 +117,6 @@ class Pooling(Piece):
     def score(self, images: Features, texts: Features) -> Tensor:
         """Similarities [i, t]."""
         return at_least_float(images["vec"]) @ at_least_float(texts["vec"]).T
-
-    def score_pairs(self, images: Features, texts: Features) -> Tensor:
-        """Similarities [n] of image n with text n; a pooling with a `score` of its own may do it at once."""
-        pairs = ([{k: v[[n]] for k, v in side.items()} for side in (images, texts)] for n in range(len(images["vec"])))
-        return torch.cat([self.score(*pair)[0] for pair in pairs])
 
     def block(self, images: Features, texts: Features) -> tuple[int, int]:
         """Rows and columns of pairs to score at once; fewer where pairs are expensive."""
@@ -213,12 +204,9 @@ class Head(nn.Module):
             return score - self.uncertainty.penalty(images)[:, None] - self.uncertainty.penalty(texts)
 
     def score_pairs(self, images: Features, texts: Features) -> Tensor:
-        """Scores [n] of image n with text n."""
-        with torch.autocast(images["vec"].device.type, enabled=False):
-            score = self.pooling.score_pairs(images, texts)
-            if self.uncertainty is None:
-                return score
-            return score - self.uncertainty.penalty(images) - self.uncertainty.penalty(texts)
+        """Scores [n] of image n with text n, by `score` of a few of each at a time."""
+        parts = chunks(len(images["vec"]), TOGETHER)
+        return torch.cat([self.score(rows(images, part), rows(texts, part)).diagonal() for part in parts])
 
     def block(self, images: Features, texts: Features) -> tuple[int, int]:
         """Rows and columns of pairs to score at once."""
@@ -309,6 +297,3 @@ class Single(Pooling):
 
     def memory(self, tokens: Tensor) -> Tensor:
         return self.image_pool.memory(tokens)
-
-    def score_pairs(self, images: Features, texts: Features) -> Tensor:
-        return (at_least_float(images["vec"]) * at_least_float(texts["vec"])).sum(1)

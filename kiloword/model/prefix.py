@@ -28,8 +28,8 @@ def check_prefix(model: Model, dim: int) -> str:
     head, size = model.head, model.config.head.dim
     if type(head.pooling) is not Single or head.uncertainty is not None:
         raise ValueError(
-            "this model scores pairs by more than the cosine of one vector each, whose first numbers a dimension "
-            "would keep: omit it."
+            "a dimension keeps the first numbers of vectors whose cosine is the score. The pooling of this model is "
+            f"{type(head.pooling).__name__}, or it has an uncertainty: omit the dimension."
         )
     check_dim(dim, size)
     trained = sorted((int(name.removeprefix(PREFIX)) for name in _prefixes(head)), reverse=True)

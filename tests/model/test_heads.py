@@ -112,9 +112,10 @@ class InBlocks(Single):
 
 def test_blocks_do_not_change_scores() -> None:
     images, texts = {"vec": drawn(5, 16)}, {"vec": drawn(7, 16, seed=1)}
-    scores = Model(DEBUG, Head(InBlocks(DEBUG), scale=Scale())).score(images, texts)
+    model = Model(DEBUG, Head(InBlocks(DEBUG), scale=Scale()))
+    scores = model.score(images, texts)
     assert torch.allclose(scores, images["vec"].abs() @ texts["vec"].T, rtol=0, atol=1e-14)
-    assert torch.allclose(InBlocks(DEBUG).score_pairs(images, {"vec": texts["vec"][:5]}), scores.diagonal())
+    assert torch.allclose(model.head.score_pairs(images, {"vec": texts["vec"][:5]}), scores.diagonal())
 
 
 def test_half_precision_features_are_scored_in_single() -> None:

@@ -146,8 +146,8 @@ def graphs(source: Exported, target: str) -> list[Graph]:
     outputs = tuple(name for name in OUTPUTS if name in images and name in texts)
     if type(source.model.head.pooling) is not Single:
         source.notes.append(
-            "Scores: this model mixes image tokens for each text; the graphs give one vector for each side (`vec`), "
-            "whose cosine is only near its score."
+            f"Scores: {type(source.model.head.pooling).__name__} computes them; the graphs give one vector for each "
+            "side (`vec`), whose cosine may differ from the score."
         )
     if "log_var" in outputs:
         source.notes.append("Uncertainty: the second output, log_var, is the logarithm of the variances.")

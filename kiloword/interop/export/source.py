@@ -138,7 +138,7 @@ class Exported:
         if self.model.head.uncertainty is not None:
             reasons.insert(0, "its features are Gaussians")
         if type(self.model.head.pooling) is not Single:
-            reasons.insert(0, "its head does not make one vector per image and text")
+            reasons.insert(0, f"its pooling is {type(self.model.head.pooling).__name__}")
         if reasons:
             self.check_graphs(target)
             raise ValueError(
