@@ -336,11 +336,24 @@ class Rule:
 
 @dataclass
 class Total:
-    """A sum over this rank's share, and its count: sum over ranks / count over ranks is the mean."""
+    """A sum over this rank's share, and its count: sum over ranks / count over ranks is the mean.
+
+    Raises: ValueError for a sum that is no scalar tensor.
+    """
 
     sum: Tensor  # scalar, with gradient
-    count: Tensor  # scalar; depends only on the batch, not on parameters
+    count: Tensor  # scalar, or a number; depends only on the batch, not on parameters
     rows: Tensor | None = None  # [I] part of the sum of each local image, without gradient
+
+    def __post_init__(self) -> None:
+        check_scalar("a pair loss", self.sum)
+        self.count = torch.as_tensor(self.count, device=self.sum.device)
+
+
+def check_scalar(what: str, value: Any) -> None:
+    """Raises: ValueError where what a loss returned is no scalar tensor."""
+    if not isinstance(value, Tensor) or value.dim():
+        raise ValueError(f"{what} returned {getattr(value, 'shape', value)}: expected its sum, a scalar tensor.")
 
 
 class PairBlocks(Protocol):

@@ -224,9 +224,10 @@ class Method:
         twice = ({PAIR, "loss"} | self.terms.keys()) & self.contrasts.keys() or {PAIR, "loss"} & self.terms.keys()
         if twice:
             raise ValueError(f"{self.name} has two losses named {sorted(twice)[0]!r}: rename one.")
-        for name, (_, part) in (*self.terms.items(), *self.contrasts.items()):
+        losses = {f"loss {name}": part for name, (_, part) in (*self.terms.items(), *self.contrasts.items())}
+        for name, part in {"pooling": self.pooling, "uncertainty": self.uncertainty or SINGLE, **losses}.items():
             if not (isinstance(part, Part) and isinstance(part.kind, type) and issubclass(part.kind, Piece)):
-                raise ValueError(f"the loss {name} is {part}: expected Part of a subclass of Term or Contrast.")
+                raise ValueError(f"the {name} is {part}: expected Part of a subclass of Piece.")
         if self.transforms and "questions" in self.needs:
             raise ValueError(f"{self.name} needs unmixed images: it cannot be combined with transforms that mix them.")
 

@@ -52,7 +52,7 @@ def train(
         with stop.at_once("stopped before its first step: there was nothing to save. The same command starts it."):
             run = prepare(recipe, Path(out), source or open_sources(recipe), device=device, options=options)
             base = Path(recipe.init) if recipe.init and recipe.lora.save == "apart" else None
-            run.unusual = report.unusual(recipe, usual, options)
+            run.unusual = report.unusual(recipe, usual or recipe, options)
         with (
             run.lock or nullcontext(),  # an error may live on, with all that it refers to
             run.log,

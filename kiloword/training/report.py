@@ -18,7 +18,6 @@ from kiloword.config.settings import leaves
 from kiloword.data.sampler import Order
 from kiloword.distributed import collectives
 from kiloword.errors import count
-from kiloword.methods.defaults import default_recipe
 from kiloword.models.card import CARD, write_card
 from kiloword.report import Gallery, Text, Tile, write_page
 from kiloword.runs.page import Differs, page
@@ -69,16 +68,12 @@ def write(run: Run) -> None:
         run.log.say(f"{run.out / NAME} or the model card was not written ({type(e).__name__}: {e}).")
 
 
-def unusual(recipe: Recipe, usual: Recipe | None, options: RunOptions) -> list[Differs]:
+def unusual(recipe: Recipe, usual: Recipe, options: RunOptions) -> list[Differs]:
     """Settings that differ from their defaults: (flag, value, default).
 
     Args: recipe: as it is requested, not resolved; usual: with the defaults of the method, size, data, init and towers
-    of `recipe`; None: of the method, size and data alone.
+    of `recipe`.
     """
-    if usual is None:
-        usual = recipe
-        with suppress(ValueError):  # of a size without a name
-            usual = default_recipe(recipe.method, recipe.size, recipe.data.sources)
     mine, plain = ([*leaves(of), *leaves(run)] for of, run in ((recipe, options), (usual, RunOptions())))
     return [
         (leaf.flag, leaf.value, default)

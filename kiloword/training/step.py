@@ -28,7 +28,7 @@ from kiloword.model.resnet import check_vit
 from kiloword.models.build import empty
 from kiloword.randomness import uniform
 from kiloword.training.engine import replicated
-from kiloword.types import Batch, Encoded, Features, PairBlocks, Pairs, Positives, Rule, Total
+from kiloword.types import Batch, Encoded, Features, PairBlocks, Pairs, Positives, Rule, Total, check_scalar
 
 
 @dataclass
@@ -79,8 +79,6 @@ class MainContrast(Contrast):
         total = self.method.pair_loss(pairs, counted or bound)
         if counted is not None:
             self.mined = counted.share()
-        if isinstance(total, Total) and total.rows is None:
-            total.rows = pairs.rows
         return total
 
     @torch.no_grad()
@@ -205,11 +203,13 @@ class Learner(nn.Module):
         for name, mine in inputs.items():
             contrast: Any = self.contrasts[name]
             with torch.autocast(self.model.device.type, enabled=False):
-                total = contrast.loss(Blocks(contrast.head, mine.rows, mine.gathered(), self.chunk))
+                pairs = Blocks(contrast.head, mine.rows, mine.gathered(), self.chunk)
+                total = contrast.loss(pairs)
                 if not isinstance(total, Total):
                     raise ValueError(
                         f"the loss {name} returned a {type(total).__name__}: expected kiloword.types.Total(sum, count)."
                     )
+                total.rows = pairs.rows if total.rows is None else total.rows
                 out[name] = total.sum / sum_over_ranks(total.count)
                 out |= contrast.figures(mine, total)
         return out
@@ -242,8 +242,10 @@ class Learner(nn.Module):
         batch = self.above_trunks(batch)
         encoded = self.encode(batch)
         inputs, weights = self.inputs(batch, encoded), self.weights()
-        terms = {name: term for name, term in self.terms.items() if name in weights}
-        out = {name: term(self.model, batch, encoded) / counts[name].clamp_min(1) for name, term in terms.items()}
+        out = {name: term(self.model, batch, encoded) for name, term in self.terms.items() if name in weights}
+        for name in out:
+            check_scalar(f"the term {name}", out[name])
+            out[name] = out[name] / counts[name].clamp_min(1)
         if replays is None:
             out |= self.pair_losses(inputs)
         else:

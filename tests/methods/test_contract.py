@@ -16,6 +16,7 @@ from kiloword.methods.defaults import FIELD
 from kiloword.methods.method import Part, Ramp
 from kiloword.methods.registry import preset
 from kiloword.methods.slip import VIEWS
+from kiloword.model.heads import Pooling
 from kiloword.training.optimizer import Optimizer
 from kiloword.training.step import backward
 from kiloword.types import Input, TextGroup
@@ -54,6 +55,7 @@ WRONG: list[tuple[str, Any, str]] = [  # of which a step or the method says what
     ("contrasts", own.Reading, "image_features.teacher"),
     ("terms", own.NoModule, "subclass"),
     ("terms", own.Masked, "mask token"),
+    ("terms", own.Rows, "texts.*scalar"),
     ("terms", own.Raw, "normalise"),
 ]
 
@@ -69,6 +71,8 @@ def test_a_loss_that_lacks_something_says_what(slot: str, make: Any, word: str) 
 
 
 def test_what_a_method_cannot_have() -> None:
+    with pytest.raises(ValueError, match="pooling"):  # without Part
+        replace(preset("siglip"), pooling=Pooling)  # type: ignore[arg-type]
     for base, name in (("siglip", "pair"), ("coca", "caption")):  # losses have names of their own
         with pytest.raises(ValueError, match=name):
             replace(preset(base), contrasts={name: (1.0, Part(own.Texts))})
