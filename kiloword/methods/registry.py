@@ -128,10 +128,7 @@ def _custom(name: str) -> tuple[Callable[[Any], Method], type]:
     except NameError as e:
         raise ValueError(f"{name} has an annotation that is not known there: {e}.") from e
     if first is not None and not is_dataclass(first.annotation):
-        raise ValueError(
-            f"{name} takes {str(first)!r}: expected a class of settings with @dataclass(frozen=True, kw_only=True), or "
-            "no argument."
-        )
+        raise ValueError(f"{name} takes {str(first)!r}: expected a class of settings with @dataclass, or no argument.")
     return (make, first.annotation) if first else (lambda settings: make(), Nothing)
 
 

@@ -110,8 +110,7 @@ class Group:
 
 def groups_of(runs: Sequence[Run]) -> list[Group]:
     """The runs by their recipe, in their order, each group with the settings that tell it from the others."""
-    made = [leaves_of(run.recipe | run.digests) for run in runs]
-    flat = [{path: value for path, value in leaves if path and path not in SAME} for leaves in made]
+    flat = [{p: value for p, value in leaves_of(run.recipe | run.digests) if p and p not in SAME} for run in runs]
     differ = [p for p in dict.fromkeys(chain(*flat)) if any(one.get(p, ...) != flat[0].get(p, ...) for one in flat)]
     if "size" in differ:  # a size implies all of these
         differ = [path for path in differ if not path.startswith("model.")]
