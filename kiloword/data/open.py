@@ -36,8 +36,6 @@ from kiloword.errors import LeftOut
 from kiloword.terminal import shown, warn_once
 from kiloword.types import Source
 
-__all__ = ["expand", "mix", "open_data", "open_source"]
-
 _TABLES = (".csv", ".tsv", ".parquet", ".txt", ".token", *JSON)
 _TAR = re.compile(r".*\.(tar(\.(gz|bz2|xz|zst))?|tgz|tbz2|txz)", re.I)  # those that are packed are refused as tars
 _BESIDE_TARS = (".txt", ".json", ".csv", ".parquet", ".arrow", ".kwindex", ".md", ".log")  # what tools write

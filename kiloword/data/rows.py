@@ -44,6 +44,8 @@ from kiloword.files import TEMPORARY, cache_folder, replacing
 from kiloword.types import BadSample, LabelSet, NoCaption, Record
 
 PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENETUNREACH)
+PLAIN = dict.fromkeys(("label", "offset", "size"), pa.int64()) | dict.fromkeys(("info", "error"), pa.string())
+PLAIN |= {"labels": pa.list_(pa.int64())}  # columns whose types no kind of data chooses
 _VERSION = re.compile("#[0-9]+-[0-9]+$")
 
 

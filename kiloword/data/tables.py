@@ -38,7 +38,7 @@ from kiloword.data.edits import digest
 from kiloword.data.layouts import beside, images_folder, read_layout
 from kiloword.data.query import TableOptions
 from kiloword.data.reading import digest_of
-from kiloword.data.rows import Rows, keeping, key_bytes, made_once, touched
+from kiloword.data.rows import PLAIN, Rows, keeping, key_bytes, made_once, touched
 from kiloword.data.sample import ANSWERS, QUESTION, clean, parse_answers
 from kiloword.errors import LeftOut
 from kiloword.files import cache_folder, replacing
@@ -53,12 +53,8 @@ ANSWER_COLUMNS = (ANSWERS, "answer")
 INFO_COLUMNS = ("question_type", "answer_type", "image_id", "question_id", "domain")
 SPLIT, STATUS = "split", "status"  # the second: of downloads, as img2dataset writes it
 SCHEMA = pa.schema(
-    {
-        "key": pa.large_binary(), "captions": pa.large_list(pa.large_string()), "label": pa.int64(),
-        "labels": pa.list_(pa.int64()), "info": pa.string(), "error": pa.string(), "file": pa.large_binary(),
-        "offset": pa.int64(), "size": pa.int64(),
-    }
-)  # fmt: skip
+    {"key": pa.large_binary(), "captions": pa.large_list(pa.large_string()), "file": pa.large_binary(), **PLAIN}
+)
 
 
 def fingerprint(path: Path) -> str:

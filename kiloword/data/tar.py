@@ -29,7 +29,7 @@ from kiloword.addresses import Address, address_of, is_url
 from kiloword.data import remote
 from kiloword.data.classes.names import text_lines
 from kiloword.data.edits import digest
-from kiloword.data.rows import Rows, key_bytes, known, made_once, mapped, write
+from kiloword.data.rows import PLAIN, Rows, key_bytes, known, made_once, mapped, write
 from kiloword.data.sample import IMAGE_SUFFIXES, MAX_TEXT, check_size, parse_beside
 from kiloword.errors import LeftOut
 from kiloword.files import TEMPORARY
@@ -49,12 +49,7 @@ _PADDING = 1 << 20  # zeros that may follow the end; tar itself writes at most 1
 _PART_OF = dict.fromkeys(IMAGE_SUFFIXES, "image") | {suffix: suffix for suffix in ("txt", "json", "cls", "npy")}
 _FIELD = re.compile(r"(?<=[^/])(\.[^\W\d][^./]*)+$")  # words between the key and the suffix
 _KIND = b"kiloword tars 2"  # of the metadata
-_SCHEMA = pa.schema(
-    {
-        "key": pa.binary(), "captions": pa.list_(pa.string()), "label": pa.int64(), "labels": pa.list_(pa.int64()),
-        "of": pa.int64(), "info": pa.string(), "error": pa.string(), "offset": pa.int64(), "size": pa.int64(),
-    }
-)  # fmt: skip
+_SCHEMA = pa.schema({"key": pa.binary(), "captions": pa.list_(pa.string()), "of": pa.int64(), **PLAIN})
 _FILE = pa.field("file", pa.dictionary(pa.int32(), pa.binary()))
 
 

@@ -16,24 +16,3 @@ from kiloword.report.blocks import (
 )
 from kiloword.report.pictures import image_data, thumbnail
 from kiloword.report.render import made_by, say_blocks, utc, write_page
-
-__all__ = [
-    "Beside",
-    "Block",
-    "Gallery",
-    "Matrix",
-    "Page",
-    "Pixels",
-    "Plot",
-    "Table",
-    "Text",
-    "Tile",
-    "distributions",
-    "image_data",
-    "made_by",
-    "plain",
-    "say_blocks",
-    "thumbnail",
-    "utc",
-    "write_page",
-]
