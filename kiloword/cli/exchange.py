@@ -10,6 +10,7 @@ from typing import Literal
 from tyro.conf import Positional
 
 from kiloword.config.execution import Flat, Some
+from kiloword.interop.export.targets import TARGETS
 from kiloword.models.trust import NONE, Trust
 
 
@@ -53,9 +54,7 @@ class Export:
     """
 
     # library or format
-    target: Positional[
-        Literal["open_clip", "transformers", "onnx", "sentence-transformers", "torch", "immich", "safetensors"]
-    ]
+    target: Positional[Literal[tuple(TARGETS)]]  # type: ignore[valid-type]
     model: Positional[str]  # model folder, run folder, or a model of another library (open_clip:NAME:FILE, hf:FOLDER)
     out: Path  # new folder for the export and its model card, README.md
     # precision of the weights, for onnx alone; int8: quantised dynamically. With fp16 and int8, differences are

@@ -17,17 +17,17 @@ from kiloword.interop import folder, hf_clip
 from kiloword.interop.checkpoint import read
 from kiloword.interop.hf_folder import json_object, weight_files
 from kiloword.interop.open_clip import assumed, import_state
+from kiloword.methods.registry import MODELS
 from kiloword.terminal import warn_once
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
-PREFIXES = ("open_clip:", "hf:", "hf-hub:")
 FILES = ("*.json", "*.safetensors", "*.txt", "*.md", "*.model")  # of a hub: no pickles, no code
 TRANSLATION = 3  # raise it when the same files become another model
 
 
 def is_foreign(name: str) -> bool:
     """Whether a name begins with the name of another library."""
-    return name.startswith(PREFIXES)
+    return name.startswith(MODELS)
 
 
 def split(name: str) -> tuple[str, Path | None]:

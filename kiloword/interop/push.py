@@ -20,14 +20,7 @@ from kiloword.terminal import say
 
 REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 MODEL = ("config.json", "tokenizer.json", WEIGHTS)
-EXPORT = (  # files of all targets of `kiloword export`; no other file of a folder goes to a hub
-    *("open_clip_config.json", "open_clip_model.safetensors", "weights.safetensors", WEIGHTS, "image.pt2", "text.pt2"),
-    *("image.onnx", "image.onnx.data", "text.onnx", "text.onnx.data", "modules.json", "1_Normalize/config.json"),
-    *("config_sentence_transformers.json", "sentence_bert_config.json", "config.json", "tokenizer.json"),
-    *("tokenizer_config.json", "preprocessor_config.json", "processor_config.json"),
-    *("visual/model.onnx", "visual/preprocess_cfg.json", "textual/model.onnx", "textual/tokenizer.json"),
-    "textual/tokenizer_config.json",
-)
+LISTED = re.compile(r"^- `(.+)`$", re.MULTILINE)  # a file of an export, in its card; no other file goes to a hub
 LOADED = re.compile(r'(kiloword\.load\("|"local-dir:|from_pretrained\("|SentenceTransformer\(")FOLDER')  # in a card
 HUB = {'kiloword.load("': 'kiloword.load("hf-hub:', '"local-dir:': '"hf-hub:'}
 
@@ -39,14 +32,14 @@ def files_of(path: Path) -> tuple[Path, list[str]]:
     """
     found = model_files(path)[0].parent
     folder = found if all((found / name).is_file() for name in MODEL) else path
-    if _says(folder / "config.json", '"kiloword-model'):
+    if '"kiloword-model' in _text(folder / "config.json"):
         file = read_model_file(folder)
         if ":" not in file.method:  # of the user's own module, which nobody asked to import
             check_weights(folder, file, method_of(file, folder), open_tensors(folder / WEIGHTS))
         Tokenizer.load(folder)
         return folder, list(MODEL)
-    if _says(folder / CARD, "made by kiloword"):
-        files, root = {name: folder / name for name in EXPORT}, folder.resolve()  # which a link may lead out of
+    if listed := LISTED.findall(_text(folder / CARD)):
+        files, root = {name: folder / name for name in listed}, folder.resolve()  # which a link may lead out of
         return folder, [n for n, file in files.items() if file.is_file() and file.resolve().is_relative_to(root)]
     raise ValueError(
         f"{folder} is no model folder ({', '.join(MODEL)}), such as OUT/model of a run, nor a folder that kiloword "
@@ -54,8 +47,9 @@ def files_of(path: Path) -> tuple[Path, list[str]]:
     )
 
 
-def _says(path: Path, words: str) -> bool:
-    return path.is_file() and words in path.read_text("utf-8", errors="replace")
+def _text(path: Path) -> str:
+    """The text of a file, "" where there is none."""
+    return path.read_text("utf-8", errors="replace") if path.is_file() else ""
 
 
 def run(model: str, repository: str, private: bool = False, message: str = "") -> None:
@@ -79,8 +73,7 @@ def run(model: str, repository: str, private: bool = False, message: str = "") -
     if not hub.get_token():
         raise ValueError("huggingface_hub finds no token: log in by `hf auth login`, or set HF_TOKEN.")
     api = hub.HfApi()
-    path = folder / CARD
-    card = path.read_text("utf-8", errors="replace") if path.is_file() else model_card(folder)
+    card = _text(folder / CARD) or model_card(folder)
     card = LOADED.sub(lambda found: HUB.get(found[1], found[1]) + repository, card)  # code that loads it from the hub
     contents = {CARD: card.encode()} | {name: folder / name for name in names}
     operations = [hub.CommitOperationAdd(path_in_repo=n, path_or_fileobj=c) for n, c in contents.items()]

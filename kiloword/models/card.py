@@ -65,13 +65,13 @@ Figure = tuple[str, str, float]  # evaluation, metric, value
 def card(
     file: ModelFile,
     folder: Path | None = None,
-    load: Sequence[str] | None = None,
+    load: str = "",
     notes: Sequence[str] = (),
     target: str = "",
 ) -> str:
     """The text of a card.
 
-    Args: folder: OUT/model of a run, whose figures are shown; load: lines of Python that load the model; None: those of
+    Args: folder: OUT/model of a run, whose figures are shown; load: Python that loads the model, by default with
     kiloword; notes: what an export omits; target: of an export.
     """
     limits = (*notes, f"Longer texts are cut to {file.model.text.context} tokens.", *LIMITS)
@@ -92,7 +92,7 @@ def card(
         data=data,
         figures=table,
         limits="\n".join(f"- {line(x)}" for x in limits),
-        load="\n".join(_load(file.method) if load is None else load),
+        load=load or _load(file.method),
     )
 
 
@@ -126,13 +126,13 @@ def line(value: str) -> str:
     return "".join(f"\\{c}" if c in "\\`*_[]<>|#" else c for c in plain)
 
 
-def _load(method: str) -> list[str]:
-    lines, named = ["import kiloword"], ""
+def _load(method: str) -> str:
+    needed = named = ""
     if ":" in method and re.fullmatch(r"[\w.:+-]{1,200}", method):  # it stands in code
         modules = ", ".join(sorted(set(re.findall(r"([\w.]+):", method))))
-        lines.append(f"# needs {modules}, from the author of the model, in this folder or on PYTHONPATH")
+        needed = f"# needs {modules}, from the author of the model, in this folder or on PYTHONPATH\n"
         named = f', method="{method}"'
-    return [*lines, f'matcher = kiloword.load("FOLDER"{named})', 'matcher.score(["photo.jpg"], ["a dog"])']
+    return f'import kiloword\n{needed}matcher = kiloword.load("FOLDER"{named})\nmatcher.score(["photo.jpg"], ["a dog"])'
 
 
 def _figures(folder: Path) -> list[Figure]:

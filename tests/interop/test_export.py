@@ -355,16 +355,16 @@ def test_a_run_goes_to_a_hub_and_comes_back(hub: Hub, tmp_path: Path, capsys: py
 
 def test_an_export_goes_with_its_own_files(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["export", "safetensors", str(model_folder(tmp_path / "m")), "--out", str(tmp_path / "out")])
-    private = ["data.tar", "secret.json", "old.safetensors", ".cache/x/y.json", "notes/config.json"]
-    for name in [*private, "visual/model.onnx"]:  # the last as of immich
+    for name in ("data.tar", "secret.json", "old.safetensors", ".cache/x/y.json", "notes/config.json"):
         (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "out" / name).write_text("mine")
     assert "truncated" not in capsys.readouterr().err
-    for name in ("link.json", "processor_config.json"):
-        (tmp_path / "out" / name).symlink_to(tmp_path / "m" / "config.json")
+    (tmp_path / "out" / "link.json").symlink_to(tmp_path / "m" / "config.json")
+    card = tmp_path / "out" / "README.md"
+    card.write_text(card.read_text() + "- `link.json`\n- `../m/config.json`\n")
     main(["push", str(tmp_path / "out"), "me/model"])
-    words = {"README.md", "tokenizer.json", "tokenizer_config.json", "preprocessor_config.json"}
-    assert set(hub.files) == words | {"weights.safetensors", "visual/model.onnx"}
+    words = {"README.md", "tokenizer.json", "tokenizer_config.json", "preprocessor_config.json", "weights.safetensors"}
+    assert set(hub.files) == words
     assert (hub.commits, hub.private) == (["Upload export"], False)
 
 

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kiloword.errors import needs
 from kiloword.files import write_atomic
 from kiloword.interop.export.source import TEXTS, Exported, Precision, check_close, largest_difference
 from kiloword.interop.export.words import write_readers
@@ -139,9 +138,9 @@ class Graph:
         return float(torch.tensor(found).max())
 
 
-def graphs(source: Exported, target: str) -> list[Graph]:
+def graphs(source: Exported) -> list[Graph]:
     """The image and the text graph of a model. Raises: ValueError for a model that no graph expresses."""
-    source.check_graphs(target)
+    source.check_graphs()
     text, images, texts = source.config.text, source.images, source.texts
     outputs = tuple(name for name in OUTPUTS if name in images and name in texts)
     if type(source.model.head.pooling) is not Single:
@@ -176,7 +175,7 @@ def padded_ids(source: Exported) -> dict[str, Tensor]:
 def write_torch(source: Exported, folder: Path) -> list[str]:
     """image.pt2 and text.pt2 of torch.export."""
     lines = []
-    for graph in graphs(source, "torch"):
+    for graph in graphs(source):
         path, buffer = folder / f"{graph.name}.pt2", io.BytesIO()  # torch aborts where a disk is full
         with torch.no_grad():
             torch.export.save(torch.export.export(graph.module, (), graph.inputs, dynamic_shapes=graph.varies), buffer)
@@ -188,9 +187,9 @@ def write_torch(source: Exported, folder: Path) -> list[str]:
 
 
 def write_onnx(source: Exported, folder: Path) -> list[str]:
-    """image.onnx and text.onnx, run by onnxruntime. Raises: ValueError where a library is missing."""
+    """image.onnx and text.onnx, run by onnxruntime."""
     lines = []
-    for graph in graphs(source, "onnx"):
+    for graph in graphs(source):
         path = folder / f"{graph.name}.onnx"
         lines.append(check_close(f"{path.name} at batches 1, 3, 5", save_onnx(graph, path)))
         if source.precision != "fp32":
@@ -207,13 +206,9 @@ def save_onnx(graph: Graph, path: Path, names: Sequence[str] = ()) -> float:
     """Write a graph as ONNX, weights beside it where a file cannot hold them. Returns: its difference.
 
     Args: names: of inputs.
-    Raises: ValueError where a library is missing.
     """
-    try:
-        import onnxruntime  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise ValueError(needs("an export to onnx", error.name or "onnxruntime", "onnx")) from error
+    import onnxscript  # noqa: F401
+
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of names of axes, and of its own deprecations
         torch.onnx.export(

@@ -60,22 +60,23 @@ GRAPHS = {  # settings of models that are graphs
 
 @dataclass(frozen=True)
 class Exported:
-    """An opened model, the precision of the weights that an export asks for, and notes on what it omits."""
+    """An opened model, the target and precision that an export asks for, and notes on what it omits."""
 
     model: Model
     tokenizer: Tokenizer
     file: ModelFile
     folder: Path
+    target: str = ""
     precision: Precision = "fp32"
     notes: list[str] = field(default_factory=list)
 
     @staticmethod
-    def of(name: str, trust: Trust, precision: Precision = "fp32") -> Exported:
+    def of(name: str, trust: Trust, target: str = "", precision: Precision = "fp32") -> Exported:
         """The model of a name, on the CPU. Raises: ValueError for a model that cannot be opened."""
         path = local_folder(name)
         model, tokenizer, _ = open_model(path, trust=trust)
         folder = model_files(path)[0].parent
-        return Exported(model.eval(), tokenizer, read_model_file(folder), folder, precision)
+        return Exported(model.eval(), tokenizer, read_model_file(folder), folder, target, precision)
 
     @property
     def config(self) -> ModelConfig:
@@ -120,17 +121,17 @@ class Exported:
         have = {name: reduce(getattr, name.split("."), self.config) for name in settings}
         return [f"{name} is {have[name]!r}, not {value!r}" for name, value in settings.items() if have[name] != value]
 
-    def check_graphs(self, target: str) -> None:
+    def check_graphs(self) -> None:
         """Raises: ValueError where no graph computes what the model does."""
         reasons = self.unlike(GRAPHS)
         if reasons or "words" in self.texts:  # which graphs do not return
             reasons = reasons or ["it compares images with every word of a text"]
             raise ValueError(
-                f"{target} cannot express this model: {'; '.join(reasons)}. safetensors takes its weights, and "
+                f"{self.target} cannot express this model: {'; '.join(reasons)}. safetensors takes its weights, and "
                 "`kiloword embed` its features, which other programs can read."
             )
 
-    def check_dual(self, target: str) -> None:
+    def check_dual(self) -> None:
         """Raises: ValueError where the model is neither a CLIP nor a SigLIP, naming what differs and what to use."""
         reasons = self.unlike(SIGLIP if self.siglip else CLIP)
         if trunk := self.config.image.trunk.name or self.config.text.trunk.name:
@@ -140,10 +141,10 @@ class Exported:
         if type(self.model.head.pooling) is not Single:
             reasons.insert(0, f"its pooling is {type(self.model.head.pooling).__name__}")
         if reasons:
-            self.check_graphs(target)
+            self.check_graphs()
             raise ValueError(
-                f"{target} cannot express this model: {'; '.join(reasons)}. onnx and torch take it; docs/export.md "
-                "has the flags of a training that fits."
+                f"{self.target} cannot express this model: {'; '.join(reasons)}. onnx and torch take it; "
+                "docs/export.md has the flags of a training that fits."
             )
 
 

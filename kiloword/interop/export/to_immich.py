@@ -40,7 +40,7 @@ def write(source: Exported, folder: Path) -> list[str]:
         raise ValueError(
             f"Immich resizes photos to the {size} pixels that it crops, this model to {shown.resize}: export to onnx."
         )
-    image, text = graphs(source, "immich")
+    image, text = graphs(source)
     ids, seen = text.inputs.values()
     padded = torch.full((len(ids), context), padding_of(source), dtype=torch.int32)
     padded[:, : ids.shape[1]] = torch.where(seen > 0, ids, padding_of(source))

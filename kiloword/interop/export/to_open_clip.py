@@ -13,20 +13,17 @@ from kiloword.files import write_json
 from kiloword.interop.export.source import TEXTS, Exported
 from kiloword.interop.export.weights import inverted
 from kiloword.interop.export.words import write_tokenizer
-from kiloword.model.trunks.libraries import pip, torchvision_ready
+from kiloword.model.trunks.libraries import torchvision_lines, torchvision_ready
 
 NAMES = {768: "base", 1024: "large", 1152: "so400m"}  # of timm's SigLIP towers, by width
 
 
 def write(source: Exported, folder: Path) -> list[str]:
     """Write config, weights and, where it is not open_clip's own, the tokenizer; compare. Returns: lines to print."""
-    source.check_dual("open_clip")
+    source.check_dual()
     torchvision_ready()
-    try:
-        import open_clip
-    except ImportError as error:
-        line = pip("install", "open_clip_torch", "transformers")
-        raise ValueError(f"an export to open_clip needs open_clip_torch: {line}") from error
+    import open_clip
+
     config, preprocess = model_config(source), source.config.preprocess
     if isinstance(preprocess.resize, int):
         source.notes.append(
@@ -48,7 +45,8 @@ def write(source: Exported, folder: Path) -> list[str]:
     model = open_clip.create_model(f"local-dir:{folder}").eval()
     tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
     with torch.no_grad():
-        return source.compared(model.encode_image(source.normalised()), model.encode_text(tokenizer(TEXTS)))
+        lines = source.compared(model.encode_image(source.normalised()), model.encode_text(tokenizer(TEXTS)))
+    return lines + torchvision_lines()
 
 
 def model_config(source: Exported) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from kiloword.interop.export.words import padding_of, write_readers
 from kiloword.interop.hf_clip import FIELDS, SIZES
 from kiloword.interop.hf_folder import opened
 from kiloword.model.trunks.bert import ACTIVATIONS
-from kiloword.model.trunks.libraries import pip, quiet, transformers
+from kiloword.model.trunks.libraries import quiet, torchvision_lines, transformers
 
 CROPPED = (
     "Photos: transformers 5 resizes tensors, not images, and its crop may begin one pixel earlier; "
@@ -29,7 +28,7 @@ CROPPED = (
 
 def write(source: Exported, folder: Path) -> list[str]:
     """Write config, weights, tokenizer and preprocessing, and compare. Returns: lines to print."""
-    source.check_dual("transformers")
+    source.check_dual()
     library = transformers()
     kind, config = library.SiglipModel if source.siglip else library.CLIPModel, _config(source, library)
     with quiet(library):
@@ -57,7 +56,8 @@ def write(source: Exported, folder: Path) -> list[str]:
     with torch.no_grad():
         images = model.get_image_features(pixel_values=source.normalised())
         texts = model.get_text_features(**{name: words[name] for name in names})
-    return source.compared(*(x if isinstance(x, Tensor) else x.pooler_output for x in (images, texts)))
+    vectors = (x if isinstance(x, Tensor) else x.pooler_output for x in (images, texts))
+    return source.compared(*vectors) + torchvision_lines()
 
 
 def _config(source: Exported, library: Any) -> Any:
@@ -79,15 +79,12 @@ def _tower(tower: ImageConfig | TextConfig) -> dict[str, Any]:
 
 def write_sentence(source: Exported, folder: Path) -> list[str]:
     """A folder that SentenceTransformer loads; `encode` takes strings and Pillow images. Returns: lines to print."""
-    source.check_dual("sentence-transformers")
+    source.check_dual()
     if source.siglip:
         raise ValueError(
             "sentence-transformers cannot express this model: it pads texts to the longest of a batch, and SigLIP's "
             "text tower sees pads. Export it to transformers."
         )
-    if find_spec("sentence_transformers") is None:
-        line = pip("install", "sentence-transformers")
-        raise ValueError(f"this export needs sentence-transformers: {line}")
     library, inner = transformers(), folder / "transformers"
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Normalize, Transformer

@@ -94,7 +94,7 @@ def test_a_slow_machine_makes_fewer_steps(out: Path, tmp_path: Path, capsys: pyt
 
 
 def test_other_libraries_can_express_the_model(out: Path) -> None:
-    Exported.of(str(out / "model"), Trust()).check_dual("open_clip")
+    Exported.of(str(out / "model"), Trust()).check_dual()
     words = shlex.split(export(out))
     target = words[words.index("export") + 1]
     main(["export", *words[words.index("export") + 1 :]])
