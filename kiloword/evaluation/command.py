@@ -20,7 +20,7 @@ from kiloword.config import execution as common
 from kiloword.config.execution import Flat
 from kiloword.errors import sentence_of, suggestion
 from kiloword.evaluation.suite import Suite, exists, read_suite
-from kiloword.evaluation.task import TOKEN_TASKS, Inputs, Task
+from kiloword.evaluation.task import Inputs, Task
 from kiloword.files import SaveError, write_atomic, write_json
 from kiloword.generation.options import GenerationOptions
 from kiloword.models.trust import NONE, Trust
@@ -348,10 +348,10 @@ def _metrics(
         return None, ""
     tokens = execution.image_features, execution.text_features
     if any(tokens):
-        if one.task.name not in TOKEN_TASKS or matcher is None:
+        if not one.task.encodes or matcher is None:
             raise ValueError(
                 f"the task {one.task.name} reads images and texts: omit --image-features and --text-features, which "
-                f"{' and '.join(TOKEN_TASKS)} take."
+                f"{' and '.join(name for name, task in evaluation.TASKS.items() if task.encodes)} take."
             )
         source, tokenizer = reading_tokens(matcher.model, matcher.tokenizer, source, *tokens)
         matcher = Matcher(matcher.model, tokenizer, matcher.method)

@@ -10,9 +10,10 @@ from itertools import chain, groupby
 import torch
 from torch import Tensor
 
+from kiloword.config.settings import Nothing
 from kiloword.evaluation.features import Seen, kept, seen, tile
 from kiloword.evaluation.metrics import defined, spearman
-from kiloword.evaluation.task import Findings, Inputs, NoOptions
+from kiloword.evaluation.task import Findings, Inputs
 from kiloword.methods.prolip.gaussian import inclusion, log_inclusion, variance_sum
 from kiloword.model.encoding import chunks, moved, rows
 from kiloword.model.heads import unit
@@ -25,7 +26,7 @@ TRIES = 8  # number of next chains searched for a wrong text
 TAIL = 2  # percent at each end of a histogram, in its outermost bars
 
 
-def run(inputs: Inputs, options: NoOptions) -> Findings:
+def run(inputs: Inputs, options: Nothing) -> Findings:
     """Evaluate chains of captions (json `hierarchies`, scenes) and images of several levels (HierarImgs, scenes).
 
     `hierarcaps_` and `traversal_ROOT_` are two protocols. Models with Gaussians also get uncertainty and inclusion by

@@ -12,9 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kiloword.config.settings import Nothing
 from kiloword.data.reading import EvalBatch
 from kiloword.evaluation.features import per_batch
-from kiloword.evaluation.task import Findings, Inputs, NoOptions
+from kiloword.evaluation.task import Findings, Inputs
 from kiloword.explain.reconstruct import masked_patches, mean_colour, mim_settings, reconstruct
 from kiloword.methods.coca import sycoca
 from kiloword.model.encoding import inference
@@ -29,7 +30,7 @@ Losses = dict[str, Tensor]
 """By guide or baseline, L1 of every image: [I] double."""
 
 
-def run(inputs: Inputs, options: NoOptions) -> Findings:
+def run(inputs: Inputs, options: Nothing) -> Findings:
     """Yield, for masks "attentive" (patches most similar to the right caption) and "random" (keyed by row), as many as
     in training, the L1 of masked patches with the first caption of an image, one of another image, and an empty one.
 
@@ -85,9 +86,9 @@ def run(inputs: Inputs, options: NoOptions) -> Findings:
         return found
 
     parts = list(per_batch(replace(inputs, skipped=[]), paint, lambda part: [row in wrong for row in part.rows]))
-    yield "images", float(len(wrong))
     for mask in MASKS:
         yield from values({name: torch.cat([part[mask][name] for part in parts]) for name in parts[0][mask]}, mask)
+    yield "images", float(len(wrong))
 
 
 def values(losses: Losses, mask: str) -> Iterator[tuple[str, float]]:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kiloword.config.settings import Nothing
 from kiloword.data.reading import EvalBatch
 from kiloword.evaluation.features import per_batch
-from kiloword.evaluation.task import Findings, Inputs, NoOptions
+from kiloword.evaluation.task import Findings, Inputs
 from kiloword.methods.llip import OneVector
 from kiloword.model.encoding import inference
 from kiloword.model.heads import Single
@@ -20,7 +21,7 @@ from kiloword.model.model import Model
 from kiloword.report import Plot
 
 
-def run(inputs: Inputs, options: NoOptions) -> Findings:
+def run(inputs: Inputs, options: Nothing) -> Findings:
     """Yield `effective_rank`, `dimensions`, `vectors` and every `singular_value@k`, k from 1, the largest first.
 
     The vectors are outputs of the image tower that the head reads: one per mixture token, or per pooled image, as in

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 
+from kiloword.config.settings import Nothing
 from kiloword.errors import suggestion
 from kiloword.report.blocks import Block
 
@@ -30,7 +31,6 @@ else:
 """Data that an option names as the command line does; from Python also an open source."""
 
 IMAGES = 64  # encoded at a time
-TOKEN_TASKS = ("retrieval", "zeroshot")  # tasks that can read tokens of images from a store in place of pixels
 
 T = TypeVar("T")
 
@@ -64,26 +64,23 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class NoOptions:
-    """The options of a task that has none."""
-
-
-@dataclass(frozen=True)
 class Task:
     """A task, as Python and the command line know it."""
 
-    name: str  # and of its file, evaluation/NAME.py
+    name: str  # and of its file, evaluation/NAME.py, which has _ for -
     about: str  # a line of help
     data: str  # what --data takes, for its help
     models: str = "model folder (OUT/model of a run); several are evaluated on the same data and shown side by side"
-    options: type[Any] = (
-        NoOptions  # frozen dataclass; each field has a type, a default, and its help as a comment or docstring
-    )
+    options: type[Any] = Nothing  # frozen dataclass; each field has a type, a default, and its help as a comment
     hidden: str = ""  # pattern (`re.search`) of the names of metrics that are not printed; "": all are printed
+    higher: str = ""  # pattern of the metrics that are better when higher, for `train --keep-best`
+    lower: str = ""  # pattern of the metrics that are better when lower
+    reads: str = ""  # captions, classes or training data: what `train --val` looks for before it starts
+    encodes: bool = False  # encodes, and no more: stored tokens can replace pixels, and ranks can share a sharded model
 
     def run(self, inputs: Inputs, options: Any) -> Findings:
         """Metrics, and blocks for a page, by `run` of the task's file."""
-        found: Findings = import_module(f"kiloword.evaluation.{self.name}").run(inputs, options)
+        found: Findings = import_module(f"kiloword.evaluation.{self.name.replace('-', '_')}").run(inputs, options)
         return found
 
     def prints(self, name: str) -> bool:

@@ -171,6 +171,9 @@ TASKS = {
             "Rank images by text and texts by image: recall@k; mean average precision where truth is known.",
             "images with captions",
             options=RetrievalTaskOptions,
+            higher="recall|precision|(^|_)map(@|$)",
+            reads="captions",
+            encodes=True,
         ),
         Task(
             "compositional",
@@ -191,6 +194,9 @@ TASKS = {
             LABELLED,
             options=ZeroshotTaskOptions,
             hidden="^(weight|average_precision)@|^count_",
+            higher="acc|recall|precision|F1",
+            reads="classes",
+            encodes=True,
         ),
         Task(
             "probe",
@@ -198,6 +204,7 @@ TASKS = {
             LABELLED,
             options=ProbeTaskOptions,
             hidden="^sweep@",
+            reads="training data",
         ),
         Task(
             "caption",
@@ -207,22 +214,28 @@ TASKS = {
             "file; several are compared",
             options=CaptionTaskOptions,
             hidden="^bleu_[23]",
+            higher="cider|bleu|meteor|rouge|spice|score|true(@|$)",
+            reads="captions",
         ),
         Task(
             "vqa",
             "Answer questions about images: VQA accuracy.",
             "images with questions and answers, or scenes:test?task=vqa",
             options=VqaTaskOptions,
+            higher="accuracy",
         ),
         Task(
             "reconstruction",
             "Reconstruct hidden patches from the right caption, a wrong one and none: L1 of each.",
             "images with captions",
+            higher="right_beats",
+            lower="(^|_)l1_",
         ),
         Task(
             "hierarchy",
             "Retrieve from general to specific captions along chains, and measure uncertainty by level.",
             "images with chains of captions (`hierarchies`) or of several levels (HierarImgs), or scenes",
+            higher="recall|precision|hit$",
         ),
         Task(
             "uncertainty",

@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kiloword.config.settings import Nothing
 from kiloword.data.scenes.captions import parse
 from kiloword.data.scenes.query import ANY, Query, follows
 from kiloword.evaluation.features import Seen, captioned, tile
 from kiloword.evaluation.hierarchy import TAIL, read
 from kiloword.evaluation.metrics import calibration, defined, groups, hit, spearman
 from kiloword.evaluation.retrieval import all_pairs
-from kiloword.evaluation.task import Findings, Inputs, NoOptions
+from kiloword.evaluation.task import Findings, Inputs
 from kiloword.methods.prolip.gaussian import csd, inclusion, variance_sum
 from kiloword.model.encoding import chunks, rows
 from kiloword.randomness import generator
@@ -37,7 +38,7 @@ Chains = Sequence[tuple[int, list[str]]]
 """Images, each with texts about it from general to specific."""
 
 
-def run(inputs: Inputs, options: NoOptions) -> Findings:
+def run(inputs: Inputs, options: Nothing) -> Findings:
     """Yield all metrics that the data allows.
 
     `image_uncertainty_*`, `text_uncertainty_*` (mean, std, q05 to q95; by words and by level, with Spearman's

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 from kiloword.config.settings import check
@@ -13,7 +13,7 @@ from kiloword.data.open import open_source
 from kiloword.data.reading import EvalBatch, captions_at
 from kiloword.data.sample import ANSWERS, QUESTION, question_in
 from kiloword.data.source import check_asks, info_of
-from kiloword.distributed.sharing import alone, is_first, lockstep
+from kiloword.distributed.sharing import is_first
 from kiloword.evaluation.features import per_batch
 from kiloword.evaluation.results import check_results, write_results
 from kiloword.evaluation.task import Findings, Inputs
@@ -76,10 +76,9 @@ def run(inputs: Inputs, task_options: VqaTaskOptions) -> Findings:
     def asks(part: EvalBatch) -> list[bool]:
         return [(question_in(info) if results is None else info.get(QUESTION)) is not None for info in part.infos]
 
-    with alone() if lockstep() else nullcontext():  # of a sharded model, which is called as often as answers need
-        reason = "no question with an answer" if results is None else "no question"
-        parts = per_batch(inputs, ask, asks, reason, captions=results is None)
-        answered = [pair for part in parts for pair in part]
+    reason = "no question with an answer" if results is None else "no question"
+    parts = per_batch(inputs, ask, asks, reason, captions=results is None)
+    answered = [pair for part in parts for pair in part]
     if results is not None and is_first():
         write_results(results, source, QUESTION_ID, "answer", ((info, answer) for answer, info in answered))
     scored = [(answer, info) for answer, info in answered if ANSWERS in info]

@@ -25,13 +25,12 @@ from kiloword.distributed import collectives
 from kiloword.distributed.device import precision_of
 from kiloword.distributed.sharing import alone, gathered, lockstep, sharing
 from kiloword.errors import count, refuse, suggestion
-from kiloword.evaluation import evaluate, find
-from kiloword.evaluation.task import TOKEN_TASKS
+from kiloword.evaluation import TASKS, evaluate, find
 from kiloword.evaluation.tasks import CaptionOptions
 from kiloword.files import SaveError, atomic, write_json
 from kiloword.methods.registry import preset
 from kiloword.runs.rows import read_metrics
-from kiloword.runs.run import MAIN, read_best
+from kiloword.runs.run import main_metrics, read_best
 from kiloword.stores.tokens import FoundImages, TokenizerWithTokens, token_stores
 from kiloword.types import BadSample, Source
 
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from kiloword.training.resolve import Run
 
 TRIED = 32  # rows searched for captions
-LOCKSTEP = ("retrieval", "zeroshot", "vqa")  # tasks whose ranks can share the work on a sharded model
 
 
 @dataclass(frozen=True)
@@ -74,17 +72,17 @@ def open_sets(words: Sequence[str], asks: bool, size: int | None, flag: str) -> 
     for word in words:
         task, _, src = word.partition("=")
         if src and re.fullmatch(r"[A-Za-z][\w+-]*", task) and not Path(word).exists():
-            find(task)
-            if task == "probe":
-                raise ValueError(f"{flag} {word}: a probe needs training data of its own. Use kiloword eval probe.")
+            if find(task).reads == "training data":
+                raise ValueError(f"{flag} {word}: {task} needs training data of its own. Use kiloword eval {task}.")
         else:
             task, src = "", word
         source = open_source(src, size=size)
         classes = getattr(source, "classnames", None)
         task = task or ("vqa" if asks else "zeroshot" if classes and not _has_captions(source) else "retrieval")
-        if task in ("retrieval", "caption") and not _has_captions(source):
+        reads = find(task).reads
+        if reads == "captions" and not _has_captions(source):
             raise ValueError(f"{flag} {src}: no caption in the rows that were tried. Name another task by TASK=SRC.")
-        if task == "zeroshot" and not classes:
+        if reads == "classes" and not classes:
             raise ValueError(f"{flag} {src} has no class names: put classnames.txt in its folder or the one above.")
         sets.append((task, src))
         sources.append(source)
@@ -132,15 +130,12 @@ def judged(matcher: Matcher, one: ValSet, train: Source | None) -> dict[str, flo
 
 
 MODEL = ("tokenizer.json", "config.json", "model.safetensors")  # in the order of writing, as in `save_model`
-HIGHER = re.compile(
-    r"recall|precision|accuracy|acc\d|(^|_)map(@|$)|ndcg|hit$|f1|jaccard|cider|bleu|meteor|rouge|spice|score|right_beats|true(@|$)"
-)
-LOWER = re.compile(r"loss|(^|_)l1(_|$)|error|(mean|median)_rank")
 
 
 def direction(metric: str) -> int:
     """1 where a task's metric is better when higher, -1 when lower, 0 where neither is known."""
-    return -1 if LOWER.search(metric) else 1 if HIGHER.search(metric) else 0
+    ways = ((way, pattern) for task in TASKS.values() for way, pattern in ((-1, task.lower), (1, task.higher)))
+    return next((way for way, pattern in ways if pattern and re.search(pattern, metric)), 0)
 
 
 def check_best(options: RunOptions, recipe: Recipe) -> None:
@@ -293,12 +288,12 @@ def _metrics(run: Run, sets: Sequence[ValSet]) -> dict[str, float]:
         matcher = Matcher(run.learner.model, tokenizer, run.learner.method)
         for one in sets:
             read = one
-            if images and one.task in TOKEN_TASKS:
+            task = find(one.task)
+            if images and task.encodes:
                 with suppress(ValueError):  # tokens of other images
                     read = replace(one, source=WithTokens(one.source, FoundImages(images, one.source)))
             try:
-                # only the first rank computes all of some tasks (caption)
-                with alone() if lockstep() and one.task not in LOCKSTEP else nullcontext():
+                with alone() if lockstep() and not task.encodes else nullcontext():
                     metrics = judged(matcher, read, run.loader.source)
             except ValueError as e:
                 raise ValueError(f"--val {one.source.name}, {one.task}: {e}") from e
@@ -310,8 +305,7 @@ def _metrics(run: Run, sets: Sequence[ValSet]) -> dict[str, float]:
 def _summary(values: dict[str, float], one: ValSet, start: str) -> str:
     """The main metrics of a set, with what chance would give among its images, and how many were skipped."""
     names = [name for name in values if name.startswith(start)]
-    chosen = [name for name in names if name.endswith(MAIN)] or names
-    metrics = ", ".join(f"{name.removeprefix(start)} {values[name]:.3f}" for name in chosen[:2])
+    metrics = ", ".join(f"{name.removeprefix(start)} {values[name]:.3f}" for name in main_metrics(names)[:2])
     skipped = int(values.get(f"{start}skipped", 0))
     images = len(one.source) - skipped
     chance = f" of {images:,} images (chance {1 / images:.2g})" if one.task == "retrieval" else ""
