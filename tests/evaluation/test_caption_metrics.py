@@ -77,7 +77,7 @@ def test_values_by_hand() -> None:
     np.testing.assert_allclose(bleu(full), 1, atol=1e-8)
     assert rouge_l(full).tolist() == [1.0, 1.0]
     found = score_captions(["A dog.", "a dog", ""], [["A dog runs."], ["a cat", "the dog"], ["Two men!"]]).values
-    assert list(found) == [*(f"bleu_{n}" for n in range(1, 5)), "rouge_l", "cider", "distinct", "words", "vocabulary"]
+    assert list(found) == ["cider", *(f"bleu_{n}" for n in range(1, 5)), "rouge_l", "distinct", "words", "vocabulary"]
     assert (found["distinct"], found["words"], found["vocabulary"]) == (2 / 3, 4 / 3, 2)
 
 
