@@ -277,8 +277,9 @@ def prompts(classnames: Sequence[str], templates: Templates) -> tuple[list[str],
             raise ValueError(f"templates give no prompts for the class {missing[0]!r} ({len(missing)} such classes)")
         lists = [list(templates[name]) for name in classnames]
     else:
+        several = [templates] if isinstance(templates, str) else templates
         # open_clip's templates are functions of the name
-        written: list[str] = [template(SLOT) if callable(template) else template for template in templates]
+        written: list[str] = [template(SLOT) if callable(template) else template for template in several]
         with_slot = slotted(written, "templates")
         lists = [[template.replace(SLOT, name) for template in with_slot] for name in classnames]
     return [prompt for group in lists for prompt in group], [i for i, group in enumerate(lists) for _ in group]
