@@ -25,8 +25,7 @@ from kiloword.model.model import Model
 from kiloword.models.build import build
 from kiloword.training.step import Learner
 from kiloword.types import Texts
-from step import Given, Side, given, side
-from step import step as timed
+from step import Given, Side, given, side, step as timed
 
 
 def padded(batch: Given, context: int) -> Given:

@@ -24,8 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-from PIL import Image
-from PIL import __version__ as pillow_version
+from PIL import Image, __version__ as pillow_version
 from torch import Tensor
 
 from kiloword.config.recipes import AugmentConfig

@@ -25,15 +25,13 @@ import loss
 import save
 import startup
 import tokens
-from kiloword.apps.mine import analyses
-from kiloword.apps.mine import search as mining
+from kiloword.apps.mine import analyses, search as mining
 from kiloword.apps.mine.corpus import Corpus
 from kiloword.apps.search import library as libraries
 from kiloword.apps.search.library import FILE, Library, LibraryFile, publish
 from kiloword.apps.search.rank import find
 from kiloword.config.recipes import DataConfig, TextConfig, sizes
-from kiloword.data import loader, sampler
-from kiloword.data import open as sources
+from kiloword.data import loader, open as sources, sampler
 from kiloword.data.edits import MixtureSource
 from kiloword.data.reading import captions_of
 from kiloword.data.tar import open_tars as open_all

@@ -28,8 +28,7 @@ import numpy as np
 from PIL import Image
 
 from kiloword.config.recipes import DataConfig, TextConfig
-from kiloword.data import loader, sampler
-from kiloword.data import open as sources
+from kiloword.data import loader, open as sources, sampler
 from kiloword.data.reading import captions_of
 from kiloword.data.rows import write
 from kiloword.data.tar import INDEX, Tar, merged, scan

@@ -29,8 +29,7 @@ from kiloword.methods.registry import preset
 from kiloword.models.build import build
 from kiloword.training.step import Learner
 from kiloword.types import Batch, Texts
-from prolip import Arm as Steps
-from prolip import in_turns, ratio
+from prolip import Arm as Steps, in_turns, ratio
 from step import LENGTHS
 
 DROP = {"mim_op": "drop"}

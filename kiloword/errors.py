@@ -150,11 +150,10 @@ def sentence_of(error: BaseException) -> str | None:
     return None
 
 
-def _in_user_code(error: BaseException | None) -> str:
-    """The last line of a user's file that an error, or its cause, passed through: " (mine.py:12)"; "" for none."""
-    frames = list[traceback.FrameSummary]()
-    while error:
-        frames += traceback.extract_tb(error.__traceback__)
+def _in_user_code(error: BaseException) -> str:
+    """The last line of a user's file that an error, or its first cause, passed through: " (mine.py:12)"; "": none."""
+    while error.__cause__:
         error = error.__cause__
-    own = [f" ({f.filename}:{f.lineno})" for f in frames if not any(part in f.filename for part in LIBRARIES)]
-    return "".join(own[-1:])
+    places = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+    own = [f" ({name}:{line})" for name, line in places if not any(part in name for part in LIBRARIES)]
+    return own[-1] if own else ""

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from kiloword.api import Matcher
 from kiloword.data.tree import ClassTree
-from kiloword.evaluation.features import Classes, Seen
-from kiloword.evaluation.features import labelled as labelled_images
+from kiloword.evaluation.features import Classes, Seen, labelled as labelled_images
 from kiloword.evaluation.prompts import Prompts, by_class, choose, labelled
 from kiloword.evaluation.task import Inputs
 from kiloword.evaluation.tasks import PromptOptions, Way

@@ -9,8 +9,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kiloword.addresses import address_of, public, scrubbed, split, without_credentials
 from kiloword.config.recipes import DataConfig

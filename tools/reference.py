@@ -24,8 +24,7 @@ from docstring_parser import parse
 
 from kiloword.apps.plan.options import Plan
 from kiloword.apps.sweep.command import SweepOptions
-from kiloword.cli.evaluate import EvaluateSuite
-from kiloword.cli.evaluate import flags as words_of_task
+from kiloword.cli.evaluate import EvaluateSuite, flags as words_of_task
 from kiloword.cli.main import VERBS, declared
 from kiloword.config.recipes import sizes
 from kiloword.config.settings import ABOVE_0, BELOW_1, UNLIMITED, Leaf, leaves

@@ -191,7 +191,7 @@ def image_file(folder: Path | str, name: str) -> str:
     files = [os.path.join(folder, form) for form in forms]
     if os.path.splitext(name)[1].lower().removeprefix(".") not in IMAGE_SUFFIXES:
         files += [f"{file}.{suffix}" for file in files for suffix in IMAGE_SUFFIXES]
-    return next(filter(os.path.exists, files), files[0]) if len(files) > 1 else files[0]
+    return next(filter(os.path.exists, files), files[0])
 
 
 @lru_cache(64)

@@ -251,7 +251,7 @@ def score_captions(
 ) -> Scored:
     """Metrics of one caption per image against all captions that the image has.
 
-    `cider` (CIDEr-D; papers print it times 100), `bleu_1` to `bleu_4`, `rouge_l`, `spice` and `meteor` if asked for;
+    `bleu_1` to `bleu_4`, `rouge_l`, `cider` (CIDEr-D; papers print it times 100), `spice` and `meteor` if asked for;
     then of the candidates alone: `distinct` (share of different ones), `words` (mean length), `vocabulary` (number of
     different words). What cannot be computed is omitted, with a note. By tokenizer "ptb" all are pycocoevalcap's.
 
@@ -273,14 +273,13 @@ def score_captions(
         note = "the captions have no spaces between words: BLEU, ROUGE-L, CIDEr-D and METEOR are omitted"
         return Scored({"distinct": distinct}, none, [note])
     notes = list[str]()
-    values = dict[str, float]()
+    values = {f"bleu_{n}": value for n, value in enumerate(bleu(captions), start=1)}
+    values["rouge_l"] = float(rouge_l(captions).mean())
     if len(captions) > 1:
         none = cider(captions)
         values["cider"] = float(none.mean())
     else:
         notes.append("CIDEr-D is omitted: it weighs words by their rarity among images, and there is one image")
-    values |= {f"bleu_{n}": value for n, value in enumerate(bleu(captions), start=1)}
-    values["rouge_l"] = float(rouge_l(captions).mean())
     if spice:
         values["spice"] = _by_java("spice.spice", "Spice", captions)
     if meteor and (why := _missing()):

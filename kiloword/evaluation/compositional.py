@@ -237,11 +237,11 @@ def run(inputs: Inputs, options: CompositionalTaskOptions) -> Findings:
             chance.setdefault(name, []).append(likely)
             ties |= bool((margin.abs() <= limit).any())
         tied += ties
-    for name in right:
-        yield from means(name, right[name], chance[name], [item.category for item, _, _ in usable], benchmark)
     yield "items", float(len(usable))
     yield "items_skipped", float(len(items) - len(usable))
     yield "ties", float(tied)
+    for name in right:
+        yield from means(name, right[name], chance[name], [item.category for item, _, _ in usable], benchmark)
     if inputs.page:
         rows, tiles = {cut: row for row, (_, cut) in enumerate(cuts.places)}, []
         for (item, scores, _), good in zip(usable, next(iter(right.values())), strict=True):

@@ -10,8 +10,7 @@ from tyro.conf import arg
 
 from kiloword.config.recipes import Nearest
 from kiloword.config.settings import BaseSettings, setting
-from kiloword.evaluation.task import ClassNames, Data, PythonOnly, Task
-from kiloword.evaluation.task import Prompts as PromptTexts
+from kiloword.evaluation.task import ClassNames, Data, Prompts as PromptTexts, PythonOnly, Task
 from kiloword.generation.options import GenerationOptions
 
 TokenizerName = Literal["own", "ptb"]

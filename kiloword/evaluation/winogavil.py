@@ -25,8 +25,8 @@ def run(inputs: Inputs, options: WinogavilTaskOptions) -> Findings:
     """
     _, usable = scored(inputs, read(options.pairs))
     values = [(len(item.images), jaccard(scores[:, 0], torch.tensor(item.chosen))) for item, scores, _ in usable]
-    yield "avg_jaccard_score", sum(value for _, value in values) / len(values)
     yield "items", float(len(usable))
+    yield "avg_jaccard_score", sum(value for _, value in values) / len(values)
     for name, counts in ("5-6", range(7)), ("10-12", range(10, 13)):
         chosen = [value for count, value in values if count in counts]
         if chosen:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kiloword.methods.coca import masking
-from kiloword.methods.coca import sycoca as masked_images
+from kiloword.methods.coca import masking, sycoca as masked_images
 from kiloword.methods.coca.sycoca import MimSettings
 from kiloword.model.blocks import take
 from kiloword.model.image import fold, grid, unfold

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kiloword.distributed.device import device_type
-from kiloword.model.heads import Pooling, shares
+from kiloword.model.heads import Pooling, shares, unit
 from kiloword.model.pooling import at_least_float
 from kiloword.types import Features
 
@@ -55,6 +55,13 @@ class PerText(Pooling):
         keys, values, query, target = _floats(images, texts)
         out = at_least_float(self.output(texts))
         return cosine(keys, values, query, target, out, self.factor, self._form(images, texts))
+
+    def score_pairs(self, images: Features, texts: Features) -> Tensor:
+        """Scores [n] of image n as text n attends to its tokens."""
+        keys, values, query, target = _floats(images, texts)
+        phi = torch.einsum("nkmd,nmd->nmk", keys, query * self.factor).softmax(-1)
+        mixed = torch.einsum("nmk,nkmd->nmd", phi, values).flatten(1)  # C
+        return (unit(mixed @ at_least_float(self.output(texts)).T) * target).sum(1)
 
     def block(self, images: Features, texts: Features) -> tuple[int, int]:
         """Rows and columns of one block: few images, many texts."""

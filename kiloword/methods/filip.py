@@ -159,6 +159,13 @@ class MaxSim(Pooling):
         """[i, t], the mean of both sides, or the text's."""
         return scores.similarity(*_floats(images, texts), self.weights)
 
+    def score_pairs(self, images: Features, texts: Features) -> Tensor:
+        """Scores [n] of image n with text n."""
+        patches, words, share = _floats(images, texts)
+        products = patches @ words.mT  # [n, P, W]
+        of_patches = products.masked_fill(share[:, None] == 0, -torch.inf).amax(2).mean(1)
+        return self.weights.by_word * (share * products.amax(1)).sum(1) + self.weights.by_patch * of_patches
+
     def block(self, images: Features, texts: Features) -> tuple[int, int]:
         """Rows and columns of one block: what is saved for its gradient is bounded."""
         patches, words = images["patches"], texts["words"]

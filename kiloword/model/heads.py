@@ -19,7 +19,7 @@ from kiloword.model.encoding import chunks, rows
 from kiloword.model.pooling import ImagePool, TextPool, at_least_float
 from kiloword.types import Features, Texts
 
-TOGETHER = 16  # images and texts that `score_pairs` scores at once
+TOGETHER = 16  # images and texts whose `score` gives the scores of pairs
 BLOCK = {"cpu": 1024, "cuda": 4096}  # rows and columns of pairs that are scored at once
 
 
@@ -89,6 +89,11 @@ class Pooling(Piece):
     text_projection: nn.Linear
     attends_to_patches = ""
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "score" in vars(cls) and "score_pairs" not in vars(cls):  # the one of a base would score otherwise
+            cls.score_pairs = _diagonals  # type: ignore[assignment]
+
     def image(self, tokens: Tensor) -> Features:
         """Tokens [I, E + P, W] -> features of images, every value [I, ...], with unit vectors "vec" [I, D]."""
         raise NotImplementedError
@@ -117,6 +122,10 @@ class Pooling(Piece):
     def score(self, images: Features, texts: Features) -> Tensor:
         """Similarities [i, t]."""
         return at_least_float(images["vec"]) @ at_least_float(texts["vec"]).T
+
+    def score_pairs(self, images: Features, texts: Features) -> Tensor:
+        """Similarities [n] of image n with text n; a class with its own `score` may have a faster way than that."""
+        return (at_least_float(images["vec"]) * at_least_float(texts["vec"])).sum(1)
 
     def block(self, images: Features, texts: Features) -> tuple[int, int]:
         """Rows and columns of pairs to score at once; fewer where pairs are expensive."""
@@ -159,6 +168,12 @@ class Uncertainty(Piece):
         raise NotImplementedError
 
 
+def _diagonals(pooling: Pooling, images: Features, texts: Features) -> Tensor:
+    """`score_pairs` by `score`."""
+    parts = chunks(len(images["vec"]), TOGETHER)
+    return torch.cat([pooling.score(rows(images, part), rows(texts, part)).diagonal() for part in parts])
+
+
 class Head(nn.Module):
     """Pooling and uncertainty, the scale that turns scores into logits, and further scores of the same pairs.
 
@@ -195,18 +210,18 @@ class Head(nn.Module):
         uncertain = {} if self.uncertainty is None else self.uncertainty.text(tokens, texts, self.pooling)
         return {**self.pooling.text(tokens, texts), **uncertain}
 
-    def score(self, images: Features, texts: Features) -> Tensor:
-        """[i, t], higher is a better match; at least single precision, under autocast too."""
+    def score(self, images: Features, texts: Features, pairs: bool = False) -> Tensor:
+        """[i, t], higher is a better match; at least single precision, under autocast too. Args: pairs: see below."""
         with torch.autocast(images["vec"].device.type, enabled=False):
-            score = self.pooling.score(images, texts)
+            score = (self.pooling.score_pairs if pairs else self.pooling.score)(images, texts)
             if self.uncertainty is None:
                 return score
-            return score - self.uncertainty.penalty(images)[:, None] - self.uncertainty.penalty(texts)
+            of_images = self.uncertainty.penalty(images)
+            return score - (of_images if pairs else of_images[:, None]) - self.uncertainty.penalty(texts)
 
     def score_pairs(self, images: Features, texts: Features) -> Tensor:
-        """Scores [n] of image n with text n, by `score` of a few of each at a time."""
-        parts = chunks(len(images["vec"]), TOGETHER)
-        return torch.cat([self.score(rows(images, part), rows(texts, part)).diagonal() for part in parts])
+        """Scores [n] of image n with text n."""
+        return self.score(images, texts, pairs=True)
 
     def block(self, images: Features, texts: Features) -> tuple[int, int]:
         """Rows and columns of pairs to score at once."""

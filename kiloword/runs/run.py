@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import time
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import harmonic_mean
 from typing import Any
@@ -17,6 +15,7 @@ from kiloword.runs.rows import ROWS, numbers, read_metrics, read_object
 
 ERROR = "error.json"  # why a run ended; removed when it continues
 RECENT = 60.0  # seconds since the last row of a run on another machine
+MAIN = ("recall@1", "/accuracy", "/acc1", "/mean_average_precision", "/cider")  # ends of the main metrics of validation
 SPEED = ("pairs_per_s", "data_wait", "memory")
 OPTIMIZATION = ("gradient_norm", "lr", "scale", "bias")
 COUNTS = ("step", "epoch", "time", "restarts", "skipped", "truncated", "captions", "save_s", "stopped_early")
@@ -82,16 +81,9 @@ class Run:
 
     @property
     def validation(self) -> list[str]:
-        """The main metrics of validation, and the one that `--keep-best` names."""
+        """The main metrics of validation, of other tasks the first two."""
         names = [name for name in self.curves if name.startswith("val/")]
-        shown = {*main_metrics(names), *(self.best or ())}
-        return [name for name in names if name in shown]
-
-
-def main_metrics(names: Iterable[str]) -> list[str]:
-    """The main metrics of each data set, which are the first two that its task yields."""
-    groups = groupby((name for name in names if not name.endswith("skipped")), os.path.dirname)
-    return [name for _, group in groups for name in list(group)[:2]]
+        return [n for n in names if n.endswith(MAIN) or (self.best and n == self.best[0])] or names[:2]
 
 
 def find(paths: Sequence[Path]) -> list[Run]:

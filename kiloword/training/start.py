@@ -19,8 +19,7 @@ from kiloword.config.options import missing
 from kiloword.config.recipes import ModelConfig, ModelFile, Recipe
 from kiloword.config.settings import differing, leaves, parse, unread
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.interop import text_towers
-from kiloword.interop import towers as of_others
+from kiloword.interop import text_towers, towers as of_others
 from kiloword.interop.towers import LITES, with_image_tower
 from kiloword.methods.defaults import default_recipe, tuned
 from kiloword.methods.method import Method

@@ -30,7 +30,7 @@ from kiloword.evaluation.tasks import CaptionOptions
 from kiloword.files import SaveError, atomic, write_json
 from kiloword.methods.registry import preset
 from kiloword.runs.rows import read_metrics
-from kiloword.runs.run import main_metrics, read_best
+from kiloword.runs.run import MAIN, read_best
 from kiloword.stores.tokens import FoundImages, TokenizerWithTokens, token_stores
 from kiloword.types import BadSample, Source
 
@@ -305,7 +305,8 @@ def _metrics(run: Run, sets: Sequence[ValSet]) -> dict[str, float]:
 def _summary(values: dict[str, float], one: ValSet, start: str) -> str:
     """The main metrics of a set, with what chance would give among its images, and how many were skipped."""
     names = [name for name in values if name.startswith(start)]
-    metrics = ", ".join(f"{name.removeprefix(start)} {values[name]:.3f}" for name in main_metrics(names)[:2])
+    chosen = [name for name in names if name.endswith(MAIN)] or names
+    metrics = ", ".join(f"{name.removeprefix(start)} {values[name]:.3f}" for name in chosen[:2])
     skipped = int(values.get(f"{start}skipped", 0))
     images = len(one.source) - skipped
     chance = f" of {images:,} images (chance {1 / images:.2g})" if one.task == "retrieval" else ""

@@ -25,10 +25,8 @@ from kiloword.data.loader import Loader
 from kiloword.data.open import open_source
 from kiloword.data.sampler import Order
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.distributed import collectives as parallel
-from kiloword.distributed import launch
+from kiloword.distributed import collectives as parallel, launch
 from kiloword.methods.defaults import MUON
-from kiloword.methods.method import PAIR
 from kiloword.model.model import initialise
 from kiloword.model.resnet import Bottleneck
 from kiloword.model.trunks.trunk import trunks as trunks_of
@@ -104,12 +102,6 @@ def verify(method: Chosen, ranks: Sequence[int] = (1, 2, 4), trunks: Trunks = "n
     if trunks == "cached":
         yield compare("images through the frozen trunks", gradients(method, trunks="frozen"), reference)
     yield from _additive(method, trunks)
-    if slots.pair_weight:
-        model, data = _ready(method, trunks)
-        main: Any = model.contrasts[PAIR]
-        main.method = replace(slots, positives=lambda pairs: torch.ones_like(pairs.logits))
-        if backward(model, [data])[PAIR] == reference[f"loss:{PAIR}"]:
-            yield Check("note: the pair loss ignores positives, also mined ones", 0, 0)
     splits = slots.shape(config(trunks, method)).image.tower == "vit"  # batch norm refuses micro-batches
     parts = (1, 4) if splits else (1,)
     for micro in (2, 4) if splits else ():

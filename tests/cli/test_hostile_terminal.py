@@ -22,8 +22,7 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.models.build import build
 from kiloword.models.model_folder import save_model
-from runs import row
-from runs import write as write_run
+from runs import row, write as write_run
 from tars import pairs, photo, write_tar
 
 # Colours, the window's title, a link, the screen cleared by a C1 character, a line of its own, words turned around or

@@ -22,8 +22,7 @@ from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.data.edits import MixtureSource, every_row
 from kiloword.data.loader import ATTEMPTS, Loader
 from kiloword.data.open import open_source
-from kiloword.data.reading import BadRows, advice, eval_batches
-from kiloword.data.reading import captions_of as all_captions
+from kiloword.data.reading import BadRows, advice, captions_of as all_captions, eval_batches
 from kiloword.data.sample import question_in
 from kiloword.data.sampler import Order
 from kiloword.data.steps import in_order

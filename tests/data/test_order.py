@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig, sizes
 from kiloword.data.edits import MixtureSource

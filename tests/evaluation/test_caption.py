@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import kiloword
 from kiloword.api import Matcher

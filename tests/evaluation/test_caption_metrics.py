@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from kiloword.evaluation.caption_metrics import Captions, bleu, cider, clipscore, own, rouge_l, score_captions
 from kiloword.evaluation.vqa import CONTRACTIONS, accuracy, means, normalise
@@ -77,7 +76,7 @@ def test_values_by_hand() -> None:
     np.testing.assert_allclose(bleu(full), 1, atol=1e-8)
     assert rouge_l(full).tolist() == [1.0, 1.0]
     found = score_captions(["A dog.", "a dog", ""], [["A dog runs."], ["a cat", "the dog"], ["Two men!"]]).values
-    assert list(found) == ["cider", *(f"bleu_{n}" for n in range(1, 5)), "rouge_l", "distinct", "words", "vocabulary"]
+    assert list(found) == [*(f"bleu_{n}" for n in range(1, 5)), "rouge_l", "cider", "distinct", "words", "vocabulary"]
     assert (found["distinct"], found["words"], found["vocabulary"]) == (2 / 3, 4 / 3, 2)
 
 

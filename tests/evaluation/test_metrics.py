@@ -10,8 +10,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from kiloword.evaluation import metrics

@@ -20,8 +20,7 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.reconstruction import values, wrong_captions
 from kiloword.explain.reconstruct import fill, mim_settings, reconstruct
-from kiloword.methods.coca import masking
-from kiloword.methods.coca import sycoca as masked_images
+from kiloword.methods.coca import masking, sycoca as masked_images
 from kiloword.methods.registry import preset
 from kiloword.model.image import unfold
 from kiloword.models.build import build

@@ -12,8 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 FUZZ = Path(__file__).parents[2] / "fuzz"
 NAMES = ("tars", "images", "captions", "configs")

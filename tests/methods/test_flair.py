@@ -56,6 +56,8 @@ def test_scores_and_gradients_are_those_of_torchs_attention() -> None:
     leaves = list(flair.model.parameters())
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     agree((weights.view(4, 7) * found).sum(), (weights.view(4, 7) * expected).sum(), leaves, atol=1e-11)
+    alone = head.score_pairs(encoded.images, {name: value[:4] for name, value in encoded.texts.items()})
+    torch.testing.assert_close(alone, found.diagonal(), rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("turned", [0, -6, -12, -20])

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from cases import mostly_slow
@@ -86,6 +85,8 @@ def test_loss_is_the_paper_s(mode: str, per_token: bool, patch_keys: bool, form:
     temperature = 5 / math.sqrt(DIM / M) if mode == "multiply" else 1 / 5
     cosines = literal(head.pooling, h, g, temperature)
     torch.testing.assert_close(head.score(encoded.images, encoded.texts), cosines, rtol=0, atol=1e-10)
+    alone = head.score_pairs(encoded.images, {name: value[:4] for name, value in encoded.texts.items()})
+    torch.testing.assert_close(alone, cosines.diagonal(), rtol=0, atol=1e-10)
     y = matching(some.image_of_text.tolist())
     expected = sigmoid_pairs(head.log_scale.exp() * cosines + head.bias, y) / 4  # eq. 3; its bias's sign is a typo
     agree(losses(llip, some)["pair"], expected, list(llip.model.parameters()), atol=1e-10)

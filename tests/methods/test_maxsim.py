@@ -58,6 +58,8 @@ def test_scores_and_gradients_are_the_literal_ones(settings: dict[str, Any]) -> 
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-13)
     leaves = list(maxsim.model.parameters())
     agree((weights * found).sum(), (weights * expected).sum(), leaves, atol=1e-11)
+    alone = head.score_pairs(features.images, {name: value[:4] for name, value in features.texts.items()})
+    torch.testing.assert_close(alone, found.diagonal(), rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -21,8 +21,7 @@ from kiloword.distributed import collectives
 from kiloword.interop.folder import import_as
 from kiloword.interop.open_clip_config import raw_config, translate
 from kiloword.interop.state_dicts import translated
-from kiloword.methods.clip import Settings
-from kiloword.methods.clip import preset as clip
+from kiloword.methods.clip import Settings, preset as clip
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.method import Method
 from kiloword.methods.registry import preset

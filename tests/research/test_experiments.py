@@ -29,8 +29,7 @@ from kiloword.models.build import build
 from kiloword.models.states import steps_done
 from kiloword.training.log import read_metrics
 from kiloword.types import Source
-from research import arms_rows as rows
-from research import fff, shortcut, teacher
+from research import arms_rows as rows, fff, shortcut, teacher
 from research.arms import Arm, Options, command, main, with_options
 from research.scenes_judge import SCENES, judge_scenes, within_groups
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from kiloword.config.recipes import Recipe
-from research import arms_queue
-from research import arms_rows as rows
+from research import arms_queue, arms_rows as rows
 from research.arms import TUNING, Arm, Experiment, Options
 from research.arms_table import table
 from research.classes import ClassOptions

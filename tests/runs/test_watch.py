@@ -60,7 +60,7 @@ def test_states_of_a_run(tmp_path: Path) -> None:
 
 def test_a_run_in_a_few_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row(n, truncated=12, skipped_steps=2 * (n > 40), memory=2500.0, lr=5e-4) for n in range(1, 51)]
-    rows.append({"step": 50, "val/text_retrieval_recall@1": 0.5, "val/skipped": 9.0})
+    rows.append({"step": 50, "val/text_retrieval_recall@1": 0.5, "val/text_retrieval_recall@5": 0.9})
     out = write(tmp_path / "a", rows)
     (out / LOCK).touch()
     write(tmp_path / "b", [row(n) for n in range(1, 5)])

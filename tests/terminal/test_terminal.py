@@ -10,8 +10,7 @@ import termios
 import unicodedata
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kiloword.report import Page, Text
 from kiloword.report.render import html

@@ -21,7 +21,7 @@ from kiloword.methods.command import values_of
 from kiloword.report import Page, Plot, Table, made_by, say_blocks, write_page
 from kiloword.runs.compare import Cell, cells_of
 from kiloword.runs.rows import read_object
-from kiloword.runs.run import Run, main_metrics
+from kiloword.runs.run import MAIN, Run
 from kiloword.terminal import say, warn
 from kiloword.training import command as train
 
@@ -165,7 +165,7 @@ class Sweep:
         plain = [{"values": values, "metrics": {n: asdict(c) for n, c in cells.items()}} for values, cells in groups]
         write_json(out / "sweep.json", {"format": "kiloword-sweep-1", "arms": arms, "table": plain})
         names = dict.fromkeys(name for _, cells in groups for name in cells)
-        metrics = self.options.metric or main_metrics(name for name in names if name != "loss") or ["loss"]
+        metrics = self.options.metric or [name for name in names if f"/{name}".endswith(MAIN)] or ["loss"]
         rows = [
             [_named(values), cells["loss"].n, *(str(cells.get(m, "-")) for m in metrics)] for values, cells in groups
         ]

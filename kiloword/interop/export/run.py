@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from pkgutil import resolve_name
 
-from kiloword.errors import needs
 from kiloword.files import new_folder, write_atomic
 from kiloword.interop.export.source import Exported, Precision
 from kiloword.interop.export.targets import TARGETS
+from kiloword.model.trunks.libraries import pip
 from kiloword.models.card import CARD, card
 from kiloword.models.trust import NONE, Trust
 from kiloword.terminal import say
@@ -28,14 +28,14 @@ def run(target: str, name: str, out: Path, trust: Trust = NONE, precision: Preci
     """
     if precision != "fp32" and target != "onnx":
         raise ValueError(f"--precision {precision} is for onnx; {target} gets the weights as they are: omit it.")
-    writer, load, extra = TARGETS[target]
+    writer, load, packages = TARGETS[target]
     with new_folder(out, "exporting to") as work:
         source = Exported.of(name, trust, target, precision)
         source.notes.append(PHOTOS)
         try:
             lines = resolve_name(f"kiloword.interop.export.{writer}")(source, work)
         except ImportError as error:
-            raise ValueError(needs(f"an export to {target}", error.name or "a library", extra)) from error
+            raise ValueError(f"an export to {target} needs {packages}: {pip('install', *packages.split())}") from error
         files = [path for path in work.rglob("*") if path.is_file()]
         listed = "".join(f"- `{file.relative_to(work).as_posix()}`\n" for file in sorted(files))  # for `kiloword push`
         text = card(source.file, source.folder, load, source.notes, target)

@@ -10,7 +10,7 @@ class Target(NamedTuple):
 
     writer: str  # MODULE:FUNCTION of this folder; the function takes the model and a folder, returns lines to print
     load: str  # Python for the card
-    extra: str = ""  # of pyproject.toml, that installs what the writer imports
+    packages: str = ""  # that the writer imports
 
 
 TARGETS = {
@@ -19,7 +19,7 @@ TARGETS = {
         """import open_clip  # pip install open_clip_torch transformers
 model, _, preprocess = open_clip.create_model_and_transforms("local-dir:FOLDER")
 tokenizer = open_clip.get_tokenizer("local-dir:FOLDER")""",
-        "openclip",
+        "open_clip_torch transformers",
     ),
     "transformers": Target(
         "to_transformers:write",
@@ -33,7 +33,7 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER")""",
 images = onnxruntime.InferenceSession("FOLDER/image.onnx")
 features = images.run(["vec"], {"pixel_values": pixels})  # float32 [I, 3, H, W], normalised
 texts = onnxruntime.InferenceSession("FOLDER/text.onnx")  # input_ids, attention_mask: int64 [T, L]""",
-        "onnx",
+        "onnx onnxruntime onnxscript",
     ),
     "sentence-transformers": Target(
         "to_transformers:write_sentence",
@@ -50,7 +50,7 @@ features, *_ = images(pixel_values=pixels)  # float32 [I, 3, H, W], normalised""
     "immich": Target(
         "to_immich:write",
         "# copy FOLDER to clip/NAME of Immich's model cache, NAME being one of its list, as ViT-B-32__openai",
-        "onnx",
+        "onnx onnxruntime onnxscript",
     ),
     "safetensors": Target(
         "weights:write_weights",

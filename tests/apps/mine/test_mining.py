@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from commands import held_by_another, refused
 from kiloword.apps.mine.analyses import analysed, nearest, ranks, spread

@@ -11,8 +11,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from PIL import Image
 
 from kiloword.config.recipes import AugmentConfig

@@ -11,8 +11,7 @@ from itertools import combinations, pairwise, permutations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from cases import mostly_slow
 from kiloword.data.scenes.captions import chain, describe, parse, render

@@ -18,8 +18,7 @@ from types import ModuleType
 import pytest
 import tokenizers
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from commands import module_at, refused

@@ -14,8 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from kiloword.data.edits import MixtureSource
