@@ -16,7 +16,7 @@ import io
 import shutil
 import sys
 import zipfile
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,7 @@ from kiloword.apps.quickstart.scenes import draw_all
 from kiloword.config.recipes import ModelFile
 from kiloword.data.images.decode import decode
 from kiloword.data.open import open_source
+from kiloword.data.reading import name_of
 from kiloword.data.scenes import world
 from kiloword.errors import sentence_of
 from kiloword.files import write_atomic, write_json
@@ -39,7 +40,7 @@ from kiloword.model.heads import Single
 from kiloword.models.card import CARD, model_card
 from kiloword.models.model_folder import model_files, read_model_file
 from kiloword.report.figure import CSS
-from kiloword.terminal import say
+from kiloword.terminal import say, warn
 from kiloword.types import BadSample, NoCaption
 
 HERE = Path(__file__).resolve().parent
@@ -172,13 +173,15 @@ def _photos(src: str, count: int) -> tuple[list[NDArray[np.uint8]], list[str]]:
     """
     source, images, captions = open_source(src), list[NDArray[np.uint8]](), list[str]()
     for row in range(len(source)):
-        with suppress(BadSample):
+        try:
             try:
                 record = source.record(row)
             except NoCaption as error:  # photos need none
                 record = error.record
             images.append(decode(record.image) if isinstance(record.image, bytes) else record.image)
             captions.append(next(iter(record.captions), ""))
+        except BadSample as bad:
+            warn(f"skipped {name_of(source, row)}: {bad}")
         if len(images) == count:
             break
     if not images:

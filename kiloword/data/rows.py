@@ -186,8 +186,8 @@ class Rows:
 
 
 def image_file(folder: Path | str, name: str) -> str:
-    """The path of an image. Its name may lack the suffix, and write letters with marks in another form of Unicode."""
-    forms = dict.fromkeys([name, normalize("NFC", name), normalize("NFD", name)])
+    """The path of an image. Its name may lack the suffix, and have another form of Unicode or Windows' separators."""
+    forms = dict.fromkeys([name, normalize("NFC", name), normalize("NFD", name), name.replace("\\", "/")])
     files = [os.path.join(folder, form) for form in forms]
     if os.path.splitext(name)[1].lower().removeprefix(".") not in IMAGE_SUFFIXES:
         files += [f"{file}.{suffix}" for file in files for suffix in IMAGE_SUFFIXES]

@@ -166,7 +166,7 @@ def classes_of(source: Source, chosen: Sequence[str] | str | None) -> Classes | 
         return Classes(names)
     raise ValueError(
         f"{len(names)} class names are given, but {source.name} has {len(named)} classes, the first "
-        f"{shown(', '.join(named[:3])[:200])}: expected as many in the same order, or the same names."
+        f"{shown(', '.join(named[:3])[:200])}: expected one list to hold the other, or as many in the same order."
     )
 
 

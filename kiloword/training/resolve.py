@@ -163,7 +163,10 @@ def with_length(recipe: Recipe, rows: int, most: int = 0, **lengths: float | Non
     if most and not flag:
         made = min(made, max(1, most * epoch))
     if not 0.5 < made < math.inf:
-        raise ValueError(f"{flag} {value:g} is {made:g} steps of batch {recipe.batch} on {rows} images: expected 1.")
+        raise ValueError(
+            f"{flag} {value:g} is {made:g} steps of batch {recipe.batch} on {rows} images: expected at least 1. A "
+            "smaller --batch gives more steps in an epoch."
+        )
     return replace(recipe, steps=round(made))
 
 

@@ -218,8 +218,7 @@ class Tokenizer:
 
 
 def clip_tokenizer(path: Path | None = None) -> Tokenizer:
-    """CLIP's BPE by the merges in a file, or in the one that open_clip ships: the ids of `open_clip.tokenize`, then
-    mask, cls, unc.
+    """CLIP's BPE by the merges in a file, or in open_clip's own: the ids of `open_clip.tokenize`, then mask, cls, unc.
 
     Needs the `openclip` extra once; a saved model folder does not. Captions with entities or beyond ascii need `ftfy`.
     Differs only where `regex` and the `tokenizers` library have different Unicode versions (new letters).
