@@ -150,8 +150,8 @@ def test_numbers_are_labels(tmp_path: Path) -> None:
 
 def test_empty_class_folders_keep_their_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders(tmp_path, ["a", "c"])
-    (tmp_path / "b").mkdir()
-    (tmp_path / ".cache").mkdir()
+    for name in ("b", ".cache", "c/more"):
+        (tmp_path / name).mkdir()
     source: Any = open_source(str(tmp_path))
     assert (labels(source), source.classnames) == ({"a/0": 0, "c/1": 2}, ["a", "b", "c"])
     assert source.notes == [f"{tmp_path}: 1 path skipped, {why}" for why in ("no images in it: b", "hidden: .cache")]

@@ -207,6 +207,7 @@ def test_stored_tokens_keep_the_question_of_a_row() -> None:
     source = open_source("scenes:train?task=vqa&n=4")
     lean = WithTokens(source, lambda *_: object(), lean=True)  # type: ignore[arg-type, return-value]
     assert [question_in(lean.record(n).info) for n in range(4)] == [source.record(n).info["question"] for n in range(4)]
+    assert question_in({"question": "which?"}) is None, "it has no answers"
 
 
 class Truthful(Images):

@@ -6,13 +6,12 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
 from kiloword.config.recipes import DataConfig
-from kiloword.data.edits import HELD_OUT, MixtureSource, every_row, is_held_out, mix
+from kiloword.data.edits import MixtureSource, every_row, is_held_out, mix
 from kiloword.data.joins import kept, omitted, with_captions
 from kiloword.data.open import open_data, open_source
 from kiloword.data.reading import captions_at, eval_batches
@@ -80,7 +79,7 @@ def test_without_raw_captions(tar: Path, extra: Path) -> None:
 def test_the_fingerprint_is_of_all_that_is_read(tar: Path, extra: Path, tmp_path: Path) -> None:
     plain, copy = open_source(str(tar)), tmp_path / "renamed.parquet"
     copy.write_bytes(extra.read_bytes())
-    other = table(tmp_path / "other.parquet", key=["0003"], caption=["x"])
+    other = table(tmp_path / "other.parquet", key=["0003"], captions=["x"])
     ways: list[tuple[list[Path], bool]] = [([], True), ([extra], True), ([extra], False), ([other], True)]
     prints = [with_captions(plain, paths, own).fingerprint for paths, own in ways]
     assert len(set(prints)) == 4
@@ -122,11 +121,9 @@ LATIN = pa.Array.from_buffers(pa.string(), 1, pa.array([b"caf\xe9"]).buffers())
 @pytest.mark.parametrize(
     ("columns", "word"),
     [
-        ({"captions": [["a"]]}, "key"),
         ({"key": ["a"], "text": ["a"]}, "captions"),
         ({"key": [1, 2], "caption": ["a", "b"]}, "int64"),
         ({"key": ["a"], "captions": [[1]]}, "int64"),
-        ({"key": ["a"], "caption": [1.5]}, "double"),
         ({"key": pa.array([], pa.string()), "caption": pa.array([], pa.string())}, "no rows"),
         ({"key": ["0", "1"], "caption": ["a", "b"]}, "none of the 6 images .* such as '0', .* as '0000'"),
         ({"key": ["0000"], "caption": LATIN}, "UTF"),
@@ -205,15 +202,11 @@ def test_lists_of_other_data_are_refused(tmp_path: Path, source: Source) -> None
         (with_column("keep", [False] * n), "keeps no caption"),
         (with_column("keep", [None, *[True] * (n - 1)]), "keep has an empty"),
         (with_column("keep", ["yes"] * n), "keep. .*yes"),
-        (with_column("key", list(range(n))), "key. .*int64"),
         (whole.drop_columns(["keep"]), "no column 'keep'"),
-        (whole.slice(0, 0), "no rows"),
     ):
         pa.parquet.write_table(change, tmp_path / "bad.parquet")
         with pytest.raises(ValueError, match=word):
             kept(source, [tmp_path / "bad.parquet"])
-    with pytest.raises(ValueError, match="no such file"):
-        kept(source, [tmp_path / "none.parquet"])
 
 
 # Mixtures, and parts by key
@@ -287,8 +280,7 @@ def test_the_parts_are_the_whole_and_share_no_key(tmp_path: Path, photos: Path) 
     (batch,) = eval_batches(val, 32)
     assert (batch.keys, batch.captions) == (keys(val), [[f"image {int(str(key))}"] for key in keys(val)])
     assert len({train.fingerprint, val.fingerprint, whole.fingerprint}) == 3
-    share = np.mean([is_held_out(f"{n:07d}.jpg") for n in range(20_000)])
-    assert share == pytest.approx(HELD_OUT, abs=0.01)
+    assert sum(is_held_out(f"{n:07d}.jpg") for n in range(20_000)) == 1963  # the same tenth in every version
     write_tar(tmp_path / "more" / "0.tar", pairs(80, 20))
     changed = set(keys(val)) ^ set(keys(open_source(f"val-part:{tmp_path / 'more'}")))
     assert changed == {f"{n:04d}" for n in (*range(20), *range(80, 100)) if is_held_out(f"{n:04d}")}

@@ -102,6 +102,8 @@ def test_questions_are_frozen_and_captions_are_as_before() -> None:
     assert source.fingerprint == "questions-v1-3c1524440e58e11b"
     said = "\n".join(f"{q.words} {q.answer}" for q in map(source.asked, range(300)))
     assert hashlib.blake2b(said.encode(), digest_size=8).hexdigest() == "f58a540dd953ec4d"
+    single, other = (open_scenes(f"scenes:{split}?task=vqa&objects=1&n=9").majority() for split in ("train", "test"))
+    assert single == other, "of the train split, whatever is evaluated"
 
 
 def asks(**more: Any) -> bytes:

@@ -310,12 +310,12 @@ def test_class_names_of_tables(tmp_path: Path) -> None:
         open_source(str(table(tmp_path / "x.parquet", label=["cow", "hen"])))
 
 
-@pytest.mark.parametrize("listed", [False, True])
-def test_class_label_of_hugging_face(tmp_path: Path, listed: bool) -> None:
+@pytest.mark.parametrize("listed", ["", "Sequence", "list"])
+def test_class_label_of_hugging_face(tmp_path: Path, listed: str) -> None:
     feature: Any = {"_type": "ClassLabel", "names": ["cat", "dog"]}
-    features = {"label": {"_type": "Sequence", "feature": feature} if listed else feature}
+    kinds = {"": feature, "Sequence": {"_type": "Sequence", "feature": feature}, "list": [feature]}
     path = table(tmp_path / "x.parquet", label=[[1], [0, 1]] if listed else [1, 5])
-    for metadata in (json.dumps({"info": {"features": features}}).encode(), b'{"info": 3}'):
+    for metadata in (json.dumps({"info": {"features": {"label": kinds[listed]}}}).encode(), b'{"info": 3}'):
         pq.write_table(pq.read_table(path).replace_schema_metadata({b"huggingface": metadata}), path)
         source: Any = open_source(str(path))
         assert source.classnames == (["cat", "dog"] if b"names" in metadata else None)

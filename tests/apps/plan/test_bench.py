@@ -47,7 +47,6 @@ def test_the_table_has_what_was_measured_and_the_batch_that_fits(
         assert f"{line['flop'] / line['seconds'] / 1e12:.4f}" in printed
     assert f"{4 / step['seconds']:,.1f}" in printed
     assert "up to --batch 4 " in printed
-    assert room(recipe("siglip", 1), "cpu", 1 << 19)[0] == 0
 
 
 def test_captions_have_many_lengths() -> None:
@@ -55,6 +54,11 @@ def test_captions_have_many_lengths() -> None:
     texts = planner_of(recipe("fff", 16, "b32"), "cpu").batch(16).texts
     assert texts.starts.diff().float().mean().item() == pytest.approx(20, abs=0.5)
     assert 1.7 < len(texts) * texts.longest / len(texts.ids) < 2  # captions of Flickr8k, 128 at a time: 1.83
+
+
+def test_memory_of_a_machine_without_a_gpu() -> None:
+    """Too little for one image, which takes no room for the libraries of a GPU."""
+    assert (0, 0) < room(recipe("siglip", 1), "cpu", 1 << 19) < (0, 1 << 28)
 
 
 @pytest.mark.parametrize("method", ["sycoca", "clip-c+reinforced", "siglip+exact"])

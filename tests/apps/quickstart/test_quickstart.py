@@ -96,6 +96,7 @@ def test_a_slow_machine_makes_fewer_steps(out: Path, tmp_path: Path, capsys: pyt
 def test_other_libraries_can_express_the_model(out: Path) -> None:
     Exported.of(str(out / "model"), Trust()).check_dual()
     words = shlex.split(export(out))
+    assert (words[0] == "kiloword") == (shutil.which("kiloword") is not None)
     target = words[words.index("export") + 1]
     main(["export", *words[words.index("export") + 1 :]])
     assert list((out / target).glob("*.*"))

@@ -275,5 +275,6 @@ def test_training_without_a_random_crop_sees_the_same_part() -> None:
     assert not bool((TrainTransform(56, AugmentConfig())(pixels, draw) == 255).all())
     squashed = TrainTransform(56, AugmentConfig(), "squash")(pixels, draw)
     assert [int(squashed[:, :, x].max()) for x in (0, 27, -1)] == [0, 255, 0], "the whole image"
-    with pytest.raises(ValueError, match=r"resize 200 .* 224"):
-        EvalTransform(224, resize=200)
+    for transform in (EvalTransform, TrainTransform):
+        with pytest.raises(ValueError, match=r"resize 200 .* 224"):
+            transform(224, resize=200)

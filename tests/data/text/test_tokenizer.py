@@ -263,8 +263,8 @@ def test_siglip_by_file_and_among_downloads(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("none.json", None, "is no file: expected own, clip, siglip, or"),
         ("clpi", None, "is no file: expected own, clip, siglip, or"),
+        ("merges.txt", b"a b\n" * 48_894 + b"c", "does not hold the 48,894 merges of CLIP"),
         ("merges.txt", b"a b\nc d", "does not hold the 48,894 merges of CLIP"),
         ("merges.txt.gz", b"no gzip", "cannot be read"),
         ("merges.txt", b"\xff\xfe\xff", "cannot be read"),
