@@ -15,7 +15,7 @@ WRITE = """
 import sys
 from pathlib import Path
 from kiloword.files import atomic, new_folder
-with new_folder(Path(sys.argv[1])) as work, atomic(work / "a.json") as file:
+with new_folder(Path(sys.argv[1])) as work, atomic(work / "sub" / "a.json") as file:
     file.write(b"other")
     file.flush()
     print("writing", flush=True)

@@ -153,7 +153,7 @@ def test_listed_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 BAD_FLAGS = {
     "--recipe llip-b23": "llip-b23",
     "--recipe b16-12.8b": "Did you mean prolip-b16-12.8b?",
-    "siglip --recipe llip-b32": "llip-b32",
+    "siglip --recipe llip-b32": "METHOD is siglip",
     "--recipe paper": "METHOD",
     "clip --recipe paper": "clip-cc3m",
     "--recipe llip-b32 --config x.toml": "both",

@@ -78,7 +78,7 @@ def test_both_losses_are_the_literal_ones(pool: str) -> None:
             seen = torch.stack([w * patch for w, patch in zip(weights, patches, strict=True)]).sum(0)
             row.append(F.cosine_similarity(seen, phrase, dim=0))
         attended.append(row)
-    found, weights = losses(made, some), [p for p in made.model.parameters() if p.requires_grad]
+    found, weights = losses(made, some), [p for p in made.parameters() if p.requires_grad]
     y = (torch.arange(5)[:, None] == torch.tensor(of)).double()
     for name, rows in (("phrases", whole), ("attended_phrases", attended)):
         cosines = torch.stack([torch.stack(row) for row in rows])
