@@ -108,7 +108,7 @@ class Lock:
             for left in folder.rglob(f".*{TEMPORARY}"):
                 _remove(left)
         except Timeout:
-            holder = self.path.read_text("utf-8", errors="replace")[:200] or "another process"
+            holder = self.path.read_text("utf-8")[:200] or "another process"
             raise ValueError(f"{holder} is {doing} {out}: wait for its end, or choose another folder.") from None
         except OSError as e:
             raise ValueError(f"{out} cannot be written ({e.strerror}): choose another folder.") from e

@@ -165,10 +165,6 @@ class Cuts:
         """The key in the source. Raises BadSample."""
         return key_of(self.source, self.places[row][0])
 
-    def locate(self, row: int) -> tuple[Source, int]:
-        """The row of the source, whose file may be fetched ahead."""
-        return self.source, self.places[row][0]
-
     def record(self, row: int) -> Record:
         """The record of the source, its image cut, black where the box reaches beyond it. Raises BadSample."""
         place, cut = self.places[row]

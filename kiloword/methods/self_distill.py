@@ -76,7 +76,7 @@ def window(image: Tensor, least: float, most: float, draw: Draw) -> Tensor:
     n = max(1, round(math.sqrt(least + share * (most - least)) * size))
     x, y = (round(at * (size - n)) for at in (left, top))
     part = image[None, :, y : y + n, x : x + n].float()
-    scaled = F.interpolate(part, (size, size), mode="bilinear", align_corners=False)
+    scaled = F.interpolate(part, (size, size), mode="bilinear")
     return scaled[0].round().clamp(0, 255).to(torch.uint8)
 
 

@@ -226,7 +226,7 @@ def test_a_captioner_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixtu
     processor = library.BlipProcessor(library.BlipImageProcessor(size={"height": SIDE, "width": SIDE}), words)
     for saved in (model, processor):
         saved.save_pretrained(str(folder))
-    photos = write_tar(tmp_path / "0.tar", pairs(5))
+    photos = write_tar(folder / "photos" / "0.tar", pairs(5))  # a folder beside the files of the model
     flags = ("--num", 2, "--longest", 4, "--device", "cpu")
     said(capsys, "caption", f"hf:{folder}", "--data", photos, "--out", out, *flags)
     found = pq.read_table(out).to_pydict()

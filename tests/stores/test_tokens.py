@@ -23,6 +23,7 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.model.encoding import inference
 from kiloword.stores.embed import embed_tokens
 from kiloword.stores.options import EmbedOptions
+from kiloword.stores.runs import towers_of
 from kiloword.stores.tokens import FoundImages, ImageTokens, TextTokens, TokenizerWithTokens, quantised, restored
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import RunOptions, train
@@ -128,8 +129,8 @@ def test_training_on_tokens_is_training_on_images(tmp_path: Path) -> None:
     source, store = open_source(SCENES, size=SIZE), ImageTokens(tmp_path / "tokens in fp32")
     found: Any = FoundImages([store], source)(source, 7)
     assert len(store) == 48
-    assert torch.equal(found.tokens(4), found.tokens(1))
-    assert not torch.equal(found.tokens(2), found.tokens(1))
+    assert [torch.equal(found.tokens(n), found.tokens(1)) for n in (4, 2)] == [True, False]
+    assert towers_of([str(folder)], [str(folder)]) == ("tiny", "tiny")
 
 
 def test_runs_that_tokens_do_not_fit_are_refused(tmp_path: Path) -> None:
