@@ -60,7 +60,8 @@ def test_defaults_follow_method_size_and_data(drawn: tuple[str, ...], photos: tu
     assert small.data.augment.drop_words > 0
     assert (large.steps, large.batch, large.optim, large.data.augment) == (2000, 1024, FIELD, PHOTOS)
     top, writing = default_recipe("siglip", "top", photos), default_recipe("sycoca", "top", photos)
-    assert (top.optim, top.data.augment, top.data.captions, top.model.text.vocab) == (TOP, TOP_PHOTOS, "all", 4096)
+    assert (top.optim, top.data.augment, top.data.captions) == (TOP, TOP_PHOTOS, "all")
+    assert (top.model.text.vocab, top.model.text.context) == (4096, 48)
     assert (writing.optim, writing.data.augment.drop_patches, writing.data.captions) == (TOP, 0, "one")
     assert default_recipe("siglip", "top", drawn).data == DataConfig(sources=drawn)
     assert default_recipe("fff", "b32", photos).data.captions == "all"

@@ -18,6 +18,8 @@ def test_turns_give_all_to_all_in_order(count: int, lockstep: bool) -> None:
     def work() -> tuple[list[int], list[int], list[int]]:
         calls: list[int] = []
         with sharing.sharing(lockstep):
+            with sharing.alone():
+                assert sharing.share() == (0, 1)
             made = list(sharing.in_turns(range(count), lambda n: calls.append(n) or n * n))
             return made, calls, sharing.own(range(count))
 

@@ -429,7 +429,7 @@ def test_precision_on_a_pretended_device() -> None:
     assert {(x.device.type, x.dtype) for x in made} == {("cuda", FP32)}
 
 
-def test_auto_is_bf16_for_large_models_on_cuda() -> None:
+def test_auto_is_bf16_for_large_models_on_cuda(capsys: pytest.CaptureFixture[str]) -> None:
     def chosen(device: str) -> set[str]:
         return {name for name, c in sizes().items() if by_device.encoder_precision("auto", c, device) == "bf16"}
 
@@ -440,6 +440,9 @@ def test_auto_is_bf16_for_large_models_on_cuda() -> None:
     assert by_device.encoder_precision("auto", wide, "cuda") == "bf16"
     assert by_device.encoder_precision("fp32", wide, "cuda") == "fp32"
     assert by_device.encoder_precision("bf16", tiny, "cpu") == "bf16"
+    for workers, flags in ((None, "set --precision\n"), (2, "set --precision, --workers\n")):
+        by_device.announce("cuda:1", "bf16", "as given", workers)
+        assert capsys.readouterr().err.endswith(flags)
 
 
 def test_eval_takes_a_precision(folder_of: FolderOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

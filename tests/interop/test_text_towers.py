@@ -92,6 +92,8 @@ def test_folders_say_whether_texts_are_lower_cased(folder: Path) -> None:
     upper, lower = (encoder_tokenizer(document.to_str(), 91, lower=lower) for lower in (False, True))
     assert upper.encode(["RED"], text_config(upper)).ids.tolist() == [2, 1, 3]
     assert lower.encode(["RED"], text_config(lower)).ids.tolist() == [2, document.token_to_id("red"), 3]
+    (folder / "config.json").write_text(json.dumps(KINDS["mpnet"]))
+    assert read_text_folder(f"hf:{folder}").context == 38  # of 40 positions: two are of padding
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 20, "do_lower_case": true}')
     read = read_text_folder(f"hf:{folder}")
     assert (read.lower, read.context) == (True, 20)

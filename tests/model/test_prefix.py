@@ -17,6 +17,7 @@ from kiloword.api import Matcher, load
 from kiloword.config.recipes import sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.registry import preset
+from kiloword.model.heads import Head, Single
 from kiloword.model.prefix import keep_prefix_
 from kiloword.models.build import build
 from kiloword.models.model_folder import read_model_file
@@ -64,7 +65,8 @@ def test_a_tower_without_projection_gets_one() -> None:
     config = replace(config, head=replace(config.head, image_projection=False, dim=config.image.width))
     tokenizer = Tokenizer.train(TEXTS, 300)
     text = replace(config.text, vocab=tokenizer.vocab, special=tokenizer.roles.ids())
-    whole, part = (Matcher(build(replace(config, text=text), preset("clip"), seed=0), tokenizer) for _ in range(2))
+    method = replace(preset("clip"), further=(lambda config, scale: {"own": Head(Single(config))},))  # no prefix
+    whole, part = (Matcher(build(replace(config, text=text), method, seed=0), tokenizer) for _ in range(2))
     keep_prefix_(part.model, 3)
     torch.testing.assert_close(part.encode_image(IMAGES)["vec"], first(whole.encode_image(IMAGES)["vec"], 3))
     assert part.model.config.head.image_projection

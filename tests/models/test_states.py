@@ -62,6 +62,7 @@ def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
     path = tmp_path / "file"
     checksum = write_tensors(path, tensors, {"a": "b"})
     assert_equal(load_file(path), tensors)
+    assert path.read_bytes()[0] % 8 == 0  # length of the header: the tensors behind it are aligned
     assert checksum == hashlib.sha256(path.read_bytes()).hexdigest()
 
 

@@ -66,7 +66,7 @@ def test_a_literal_transcription(shape: tuple[int, ...], kind: str) -> None:
     start, gradients = p.detach().clone(), list[Tensor]()
     optimizer = AdamP([p], **SETTINGS)
     for _ in range(4):
-        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+        noise = 0.01 * torch.randn(shape, generator=generator, dtype=torch.float64)
         gradients.append(orthogonal(noise, p.detach(), kind))
         p.grad = gradients[-1].clone()
         optimizer.step()

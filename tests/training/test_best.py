@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from commands import refused, torchrun
 from kiloword import evaluation
 from kiloword.api import load
+from kiloword.cli.main import main
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import Recipe
 from kiloword.files import SaveError
@@ -247,7 +248,7 @@ def test_a_few_bad_rows_of_the_validation_data_are_no_reason(tmp_path: Path) -> 
         train(recipe(str(images), steps=1), tmp_path / "other", options=EVERY)
 
 
-def test_states_and_runs_are_models(whole: Path) -> None:
+def test_states_and_runs_are_models(whole: Path, tmp_path: Path) -> None:
     """Figures are those that the run logged; of averaged weights."""
     logged = {row["step"]: row["val/scenes:val/image_retrieval_true_map"] for row in rows(whole) if METRIC in row}
     last, best = max(logged), kept(whole)["step"]
@@ -255,6 +256,8 @@ def test_states_and_runs_are_models(whole: Path) -> None:
     for place, step in {**places, f"state/step-{last - 2:09d}": last - 2, "best": best}.items():
         found = evaluation.evaluate(load(whole / place), "retrieval", SETS[0])
         assert found["image_retrieval_true_map"] == logged[step], place
+    main(["average", str(whole / "state"), str(whole / "best"), "--out", str(tmp_path / "average")])
+    assert all(f" ({n} steps on " in (tmp_path / "average" / "README.md").read_text() for n in (last, best))
     for nowhere in (whole / "state" / "step-000000007", Path("nowhere/state")):
         with pytest.raises(ValueError, match="is no state"):
             load(nowhere)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kiloword.config.recipes import OptimConfig, sizes
 from kiloword.losses.pairs import sigmoid_loss, softmax_loss
 from kiloword.methods.defaults import default_recipe
-from kiloword.methods.method import Method, Part, Term, annotated
+from kiloword.methods.method import Between, Method, Part, Term, annotated
 from kiloword.methods.registry import preset
 from kiloword.model.heads import Head, Pooling, Scale
 from kiloword.models.build import build
@@ -107,6 +107,11 @@ def test_a_term_that_counts_nothing_is_zero(monkeypatch: pytest.MonkeyPatch) -> 
     found = gradients(Learner(build(CONFIG, with_term("clip"), 0), with_term("clip")).double(), batch(0, 8), 2)
     assert float(found["loss:words"]) == 0
     assert all(bool(g.isfinite().all()) for g in found.values())
+
+
+def test_a_pair_loss_outside_its_window_is_not_computed() -> None:
+    method = replace(with_term("clip"), pair_weight=Between(1.0, 0.5))
+    assert "loss:pair" not in gradients(Learner(build(CONFIG, method, 0), method), batch(0, 8), 2)
 
 
 # How weights change
