@@ -75,9 +75,7 @@ def test_time_that_is_spent_waiting_for_data(tmp_path: Path, monkeypatch: pytest
     clock = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     with register_module_forward_pre_hook(lambda *_: clock.append(clock.pop() + (not torch.is_grad_enabled()))):
-        options = RunOptions(
-            log_every=1, eval_every=1, workers=0, quiet=True
-        )  # validation takes time, which is no wait
+        options = RunOptions(log_every=1, eval_every=1, workers=0, quiet=True)  # validation takes time too
         train(replace(recipe(), steps=2), tmp_path, Slow(clock), options)
     for row in (row for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row):
         assert [row[name] for name in ("data_wait", "pairs_per_s", "loader_pairs_per_s")] == pytest.approx([1, 1, 1])
