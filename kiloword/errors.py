@@ -154,6 +154,11 @@ def _in_user_code(error: BaseException) -> str:
     """The last line of a user's file that an error, or its first cause, passed through: " (mine.py:12)"; "": none."""
     while error.__cause__:
         error = error.__cause__
-    places = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
-    own = [f" ({name}:{line})" for name, line in places if not any(part in name for part in LIBRARIES)]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f" ({frame.filename}:{frame.lineno})" for frame in frames if not of_library(frame.filename)]
     return own[-1] if own else ""
+
+
+def of_library(path: str) -> bool:
+    """Whether a file of code is of an installed package, of Python or of kiloword."""
+    return any(part in path for part in LIBRARIES)

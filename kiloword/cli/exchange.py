@@ -53,8 +53,8 @@ class Export:
       kiloword export open_clip runs/clip/model --out exported
     """
 
-    # library or format
     target: Positional[Literal[tuple(TARGETS)]]  # type: ignore[valid-type]
+    """library or format"""
     model: Positional[str]  # model folder, run folder, or a model of another library (open_clip:NAME:FILE, hf:FOLDER)
     out: Path  # new folder for the export and its model card, README.md
     # precision of the weights, for onnx alone; int8: quantised dynamically. With fp16 and int8, differences are

@@ -114,8 +114,7 @@ def check(settings: Any, prefix: str = "--") -> None:
             checked = isinstance(value, float) or (isinstance(value, int) and "limits" in leaf.field.metadata)
             if checked and not (low <= value <= high and abs(value) < UNLIMITED):  # not true of NaN
                 name, hint = prefix + leaf.flag if prefix else leaf.path, leaf.field.metadata.get("hint", "")
-                finite = "" if math.isfinite(value) else "a finite number, "
-                wrong.append(f"{name} is {value}: expected {finite}{_range(low, high)}{hint}")
+                wrong.append(f"{name} is {value}: expected {_range(low, high)}{hint}")
     if wrong:
         raise ValueError("; ".join(wrong[:3]) + ".")
 

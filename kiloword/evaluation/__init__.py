@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kiloword.config.settings import check
 from kiloword.errors import naming_truncated, suggestion
 from kiloword.evaluation.task import IMAGES, Inputs, Task
 from kiloword.evaluation.tasks import TASKS as TASKS
@@ -46,6 +47,7 @@ def evaluate(
 @naming_truncated()
 def run(task: Task, inputs: Inputs, options: Any, blocks: list[Block] | None = None) -> dict[str, float]:
     """What `evaluate` returns, of options that are made and a source that is open. Args: blocks: receives blocks."""
+    check(options)
     before, values = len(inputs.skipped), dict[str, float]()
     for found in task.run(inputs, options):
         if isinstance(found, tuple):

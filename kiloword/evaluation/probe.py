@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import SGD, AdamW
 
-from kiloword.config.settings import check
 from kiloword.data.open import open_source
 from kiloword.errors import needs
 from kiloword.evaluation.features import Classes, classes_of, labelled
@@ -56,7 +55,6 @@ def run(inputs: Inputs, options: ProbeTaskOptions) -> Findings:
     Raises: ValueError for data that are the same, or of other classes, and for a class of less than `shots` images.
     """
     chosen, size = options.probe, inputs.matcher.model.config.image.size
-    check(chosen, "--probe.")
     if options.train is None:
         raise ValueError("a probe is fitted on data of its own: give --train SRC, with a class for every image.")
     source = open_source(options.train, size) if isinstance(options.train, str) else options.train

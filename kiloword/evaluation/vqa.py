@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from kiloword.config.settings import check
 from kiloword.data.open import open_source
 from kiloword.data.reading import EvalBatch, captions_at
 from kiloword.data.sample import ANSWERS, QUESTION, question_in
@@ -55,7 +54,6 @@ def run(inputs: Inputs, task_options: VqaTaskOptions) -> Findings:
     Errors: ValueError for a model that answers no questions, data that asks none, a list that is missing.
     """
     matcher, source, options, results = inputs.matcher, inputs.source, task_options.vqa, task_options.results
-    check(options, "--vqa.")
     if results is None:
         with suppress(BadSample):
             if (info := info_of(source, 0)).get(QUESTION) is not None and ANSWERS not in info:

@@ -56,11 +56,10 @@ def import_folder(folder: Path) -> tuple[Imported, Path]:
     Raises: ValueError for another model, for missing or damaged files, and for weights of other shapes.
     """
     config = json_object(folder / "config.json")
-    kind, classes = str(config.get("model_type"))[:60], config.get("architectures")
-    other = kind == "blip" and classes not in (None, ["BlipModel"])
-    if kind not in (*DEFAULTS, *HF_WHOLE) or "auto_map" in config or other:
+    kind, classes = str(config.get("model_type"))[:60], config.get("architectures") or ["BlipModel"]
+    if kind not in (*DEFAULTS, *HF_WHOLE) or "auto_map" in config or (kind == "blip" and classes != ["BlipModel"]):
         raise ValueError(
-            f"{folder} holds a {kind!r} model ({str(classes)[:60]}) that kiloword cannot compute: expected one of "
+            f"{folder} holds a {kind!r} model that kiloword cannot compute: expected one of "
             f"siglip, {', '.join(HF_WHOLE)} (BlipModel), without code of its own (auto_map). Choose one of them (of "
             "SigLIP 2 one whose images have one size), or import the model from open_clip."
         )

@@ -193,11 +193,11 @@ class Blocks:
         """Values [i] of a block, and their gradient by the logits [i, t], which autograd finds if the loss does not."""
         with torch.no_grad():
             result = loss(block, rows, columns)
-        values, gradient = (result, None) if isinstance(result, Tensor) else result
-        if values.shape != (rows.stop - rows.start,):
+        values, gradient = result if isinstance(result, tuple) else (result, None)
+        if getattr(values, "shape", None) != (rows.stop - rows.start,):
             raise ValueError(
-                f"a pair loss returned values {list(values.shape)} for {rows.stop - rows.start} images: expected one "
-                "per image, summed over its texts."
+                f"a pair loss returned values {getattr(values, 'shape', values)} for {rows.stop - rows.start} images: "
+                "expected one per image, summed over its texts."
             )
         if gradient is None and learned:
             with torch.enable_grad():

@@ -14,7 +14,7 @@ import pkgutil
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import field, is_dataclass, make_dataclass, replace
+from dataclasses import field, make_dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -127,7 +127,7 @@ def _custom(name: str) -> tuple[Callable[[Any], Method], type]:
         first = next(iter(inspect.signature(make, eval_str=True).parameters.values()), None)
     except NameError as e:
         raise ValueError(f"{name} has an annotation that is not known there: {e}.") from e
-    if first is not None and not is_dataclass(first.annotation):
+    if first is not None and "__dataclass_fields__" not in getattr(first.annotation, "__dict__", ()):
         raise ValueError(f"{name} takes {str(first)!r}: expected a class of settings with @dataclass, or no argument.")
     return (make, first.annotation) if first else (lambda settings: make(), Nothing)
 

@@ -28,8 +28,7 @@ Layer = nn.Linear | nn.Conv2d
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
     """weight + scale B A (arXiv:2106.09685, eq. 3), in the dtype of the weight.
 
-    Args: weight [O, I] or [O, I, 1, 1] of n stacked matrices; a [n r, I], b [O, r], n matrices of rank r each; scale:
-    alpha / r.
+    Args: weight [O, I] or [O, I, 1, 1] of n stacked matrices; a [n r, I], b [O, r], n of rank r; scale: alpha / r.
     """
     stacked = len(a) // b.shape[1]
     changes = [up @ down for down, up in zip(a.chunk(stacked), b.chunk(stacked), strict=True)]

@@ -206,7 +206,7 @@ class Tower(nn.Module):
         for the last block of the first path."""
         beside = None
         for n, block in enumerate(self.blocks):
-            if self.uncertainty_blocks and n == len(self.blocks) - len(self.uncertainty_blocks):
+            if n == len(self.blocks) - len(self.uncertainty_blocks):
                 beside = x
                 for other in self.uncertainty_blocks:
                     beside = other(beside, *args)

@@ -26,7 +26,7 @@ from kiloword.terminal import say
 def average(models: Sequence[str], out: Path, alpha: float | None = None) -> None:
     """Write the weighted mean of models as a model folder, with the settings and tokenizer of the last one.
 
-    Its config.json and its card name the models and their shares. A model with share 0 has no effect. No folder's code runs.
+    Its config.json and its card name the models and their shares. A model with share 0 has no effect. No code is run.
 
     Args: models: model folders, or states of runs; alpha: share of the second of two models; None: equal shares.
     Raises: ValueError for models that differ in more than their weights, naming what differs, for weights that are NaN

@@ -112,8 +112,7 @@ def open_tower(tower: str, kinds: Sequence[TokenKind], trust: Trust = NONE) -> t
     """A model with the towers of other libraries that the user named, its tokenizer, and a message about the weights.
 
     Args: tower: as `--image-tower` or `--text-tower` of train take it, or a model folder; kinds: that are wanted.
-    Raises: ValueError for a tower that does not exist or whose weights are not named, and for a model folder without
-    such towers.
+    Raises: ValueError for a tower that is not there or whose weights are not named, and a model folder without such.
     """
     if is_model_folder(tower):
         loaded = load_model(Path(tower).expanduser(), trust=trust)

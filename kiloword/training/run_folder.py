@@ -17,7 +17,7 @@ from kiloword.config.settings import BaseSettings, differing, parse, read_config
 from kiloword.data.joins import sampled
 from kiloword.data.tables import fingerprint
 from kiloword.distributed import collectives
-from kiloword.errors import sentence_of
+from kiloword.errors import of_library, sentence_of
 from kiloword.files import SaveError, utf8, write_json
 from kiloword.methods.registry import find, modules_of, preset
 from kiloword.models.states import steps_done
@@ -66,9 +66,15 @@ def run_file(recipe: Recipe, source: Source) -> RunFile:
 
 
 def code_of(method: str) -> str:
-    """The digests of the files of the user's modules in the name of a method, once they are imported."""
-    modules = (sys.modules.get(part.partition(":")[0]) for part in sorted(modules_of(method)))
-    return "".join(fingerprint(Path(file)) for module in modules if (file := getattr(module, "__file__", None)))
+    """The digests of the user's modules in the name of a method, and of those that they import from."""
+    found, names = dict[str, str](), {part.partition(":")[0] for part in modules_of(method)}
+    while names:
+        module = sys.modules.get(name := names.pop())
+        file = getattr(module, "__file__", None)
+        if file and name not in found and not of_library(file):
+            found[name] = fingerprint(Path(file))
+            names |= {str(getattr(x, "__module__", getattr(x, "__name__", ""))) for x in vars(module).values()}
+    return "".join(sorted(found.values()))
 
 
 @contextmanager

@@ -63,8 +63,7 @@ def batch(
 ) -> Batch:
     """Images `first` to `end` of a fixed batch, with one to three captions of two to nine tokens each.
 
-    It carries the precomputed features and questions that the method needs; where it has transforms, some images count
-    as composed.
+    It has the features and questions that the method needs; with transforms, some images count as composed.
     """
     rows, slots = list(order or range(IMAGES))[first:end], slots_of(method)
     model = slots.shape(config(trunks, method))

@@ -16,7 +16,7 @@ RANKS = 3
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_turns_give_all_to_all_in_order(count: int, lockstep: bool) -> None:
     def work() -> tuple[list[int], list[int], list[int]]:
-        calls: list[int] = []
+        calls = list[int]()
         with sharing.sharing(lockstep):
             with sharing.alone():
                 assert sharing.share() == (0, 1)
