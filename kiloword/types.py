@@ -346,14 +346,10 @@ class Total:
     rows: Tensor | None = None  # [I] part of the sum of each local image, without gradient
 
     def __post_init__(self) -> None:
-        check_scalar("a pair loss", self.sum)
+        if not isinstance(self.sum, Tensor) or self.sum.dim():
+            found = getattr(self.sum, "shape", self.sum)
+            raise ValueError(f"a loss or a term returned {found}: expected its sum, a scalar tensor.")
         self.count = torch.as_tensor(self.count, device=self.sum.device)
-
-
-def check_scalar(what: str, value: Any) -> None:
-    """Raises: ValueError where what a loss returned is no scalar tensor."""
-    if not isinstance(value, Tensor) or value.dim():
-        raise ValueError(f"{what} returned {getattr(value, 'shape', value)}: expected its sum, a scalar tensor.")
 
 
 class PairBlocks(Protocol):

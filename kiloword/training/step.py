@@ -28,7 +28,7 @@ from kiloword.model.resnet import check_vit
 from kiloword.models.build import empty
 from kiloword.randomness import uniform
 from kiloword.training.engine import replicated
-from kiloword.types import Batch, Encoded, Features, PairBlocks, Pairs, Positives, Rule, Total, check_scalar
+from kiloword.types import Batch, Encoded, Features, PairBlocks, Pairs, Positives, Rule, Total
 
 
 @dataclass
@@ -242,10 +242,11 @@ class Learner(nn.Module):
         batch = self.above_trunks(batch)
         encoded = self.encode(batch)
         inputs, weights = self.inputs(batch, encoded), self.weights()
-        out = {name: term(self.model, batch, encoded) for name, term in self.terms.items() if name in weights}
-        for name in out:
-            check_scalar(f"the term {name}", out[name])
-            out[name] = out[name] / counts[name].clamp_min(1)
+        out = {
+            name: Total(term(self.model, batch, encoded), counts[name]).sum / counts[name].clamp_min(1)
+            for name, term in self.terms.items()
+            if name in weights
+        }
         if replays is None:
             out |= self.pair_losses(inputs)
         else:

@@ -63,7 +63,7 @@ def test_prompts_of_classes() -> None:
     assert prompts(["cat", "dog"], ["a {c}", "{c}!"]) == (["a cat", "cat!", "a dog", "dog!"], [0, 0, 1, 1])
     own = {"cat": ["a feline"], "dog": ["a hound", "{c}"]}
     assert prompts(["dog", "cat"], own) == (["a hound", "{c}", "a feline"], [0, 0, 1])
-    wrong: list[Any] = [(["cat", "cow"], own), (["cat"], ["a photo"]), (["cat"], "a {c}"), ([], ["a {c}"])]
+    wrong: list[Any] = [(["cat", "cow"], own), (["cat"], ["a photo"]), (["cat"], "a"), ([], ["a {c}"])]
     for names, written in [*wrong, ("cat", ["{c}"]), ([1, 2], ["{c}"])]:
         with pytest.raises(ValueError):
             prompts(names, written)

@@ -55,7 +55,7 @@ WRONG: list[tuple[str, Any, str]] = [  # of which a step or the method says what
     ("contrasts", own.Reading, "image_features.teacher"),
     ("terms", own.NoModule, "subclass"),
     ("terms", own.Masked, "mask token"),
-    ("terms", own.Rows, "texts.*scalar"),
+    ("terms", own.Rows, "scalar"),
     ("terms", own.Raw, "normalise"),
 ]
 

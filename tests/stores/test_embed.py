@@ -158,7 +158,7 @@ def test_what_the_commands_refuse(
         (("embed", bert, *out, "--tokens"), "Of images: "),
         (("embed", model, *out, "--dim", 0), "0 was asked for: expected 1 to 16"),
         (("embed", model, *out, "--tokens", "--dim", 8), "--dim are for features"),
-        (("embed", llip, *out, "--dim", 8), "more than the cosine"),
+        (("embed", llip, *out, "--dim", 8), "omit the dimension"),
         (("embed", model, *out, "--views", 2), "--views 2 without augmentation"),
         (("embed", model, *out, "--seed", 3), "--seed 3"),
         (("embed", model, *out, "--views", 0, "--augment.jitter", 0.4), "--views is 0"),
@@ -170,7 +170,7 @@ def test_what_the_commands_refuse(
         ((*audit, "--dim", 8), "--dim"),
         ((*audit, "--model", model), "--model"),
         (("eval", "retrieval", model, "--data", SHORT, "--dim", 17), "17 was asked for"),
-        (("eval", "retrieval", llip, "--data", SHORT, "--dim", 8), "more than the cosine"),
+        (("eval", "retrieval", llip, "--data", SHORT, "--dim", 8), "omit the dimension"),
     ):
         assert word in refused(capsys, *words)
     assert not (tmp_path / "t").exists()
