@@ -5,7 +5,7 @@ or `caption`; rows of one key are merged in their order. A keep-list, as `kilowo
 caption, and one for an image that cannot be read or has no caption: `key`, `caption` and `keep` (bool). Captions are
 found by key and text; rows of a text that an image has several times hold for it in their order.
 
-Data sets number their images alike (000000000, ...), so a table says of which images it is, and joins no others.
+Data sets number their images alike (000000000, ...), so a table names the data set of its images, and joins no other.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def per_batch(
     Each rank processes its share of the batches and all get all results, which must be on the CPU if ranks share the
     work. In lockstep, a rank without a batch runs `do` on a dummy batch.
 
-    Args: usable: whether each row of a batch is, besides being readable; reason: why other rows are not; captions:
-    False accepts images without captions. Raises: ValueError if no row is usable.
+    Args: usable: which of a batch's readable rows are used; reason: why the others are not; captions: False
+    accepts images without captions. Raises: ValueError if no row is usable.
     """
     source, config = inputs.source, inputs.matcher.model.config
     size, resize = config.image.size, config.preprocess.resize
