@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 REASONS = 20  # that are printed
 NAMED = 3  # of the things that are left out for one reason
 FULL_DISK = ("No space left on device", "PytorchStreamWriter failed writing")
-LIBRARIES = (os.path.dirname(__file__), os.path.dirname(os.__file__), "-packages", "<")  # in paths that no user wrote
+LIBRARIES = (f"{os.path.dirname(__file__)}{os.sep}", os.path.dirname(os.__file__), "-packages", "<")  # in their paths
 WORKER = "Often memory (fewer --workers), a small /dev/shm, or a file system that hangs; --workers 0 shows where."
 
 
@@ -154,9 +154,8 @@ def _in_user_code(error: BaseException) -> str:
     """The last line of a user's file that an error, or its first cause, passed through: " (mine.py:12)"; "": none."""
     while error.__cause__:
         error = error.__cause__
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f" ({frame.filename}:{frame.lineno})" for frame in frames if not of_library(frame.filename)]
-    return own[-1] if own else ""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return next((f" ({frame.filename}:{frame.lineno})" for frame in frames if not of_library(frame.filename)), "")
 
 
 def of_library(path: str) -> bool:

@@ -69,15 +69,13 @@ def columns_by_content(path: Path, cells: Cells | None = None) -> tuple[list[str
     if cells is None and path.suffix.lower() in _CSV:
         cells = _read_csv(path, column_names(path), _LOOKED_AT)[0]
     for name, column in (cells or {}).items():
-        if not name:
-            continue
         values = [cell for cell in column[:_LOOKED_AT] if isinstance(cell, str) and cell.strip()]
         head, *named = (
             os.path.splitext(x)[1].lower()[1:] in IMAGE_SUFFIXES and "://" not in x for x in (name, *values)
         )
         if 2 * sum(named) > len(values):
             images += [name] * (not head)  # else the first line is a row
-        elif 2 * sum(" " in value.strip() for value in values) > len(values) < 2 * len(set(values)):
+        elif name and 2 * sum(" " in value.strip() for value in values) > len(values) < 2 * len(set(values)):
             sentences.append(name)
     return images, sentences
 

@@ -1,6 +1,6 @@
 """Sharing of work outside training steps (evaluation, embed, caption, mine); the result equals that of one process.
 
-Batches and blocks are those of one process; ranks take them in turns, and their results come in its order.
+Batches and blocks are those of one process; ranks take them in turns, and the results are in the order of one process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The loop of all evaluations: it opens each model once, runs it on one data set or on those of a suite, and writes."""
+"""The loop of all evaluations: it opens each model once, runs it on one data set or on a whole suite, and writes."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ class Head(nn.Module):
         return {**self.pooling.text(tokens, texts), **uncertain}
 
     def score(self, images: Features, texts: Features, pairs: bool = False) -> Tensor:
-        """[i, t], higher is a better match; at least single precision, under autocast too. Args: pairs: see below."""
+        """[i, t], or [n] of `pairs`; higher is a better match. At least single precision, under autocast too."""
         with torch.autocast(images["vec"].device.type, enabled=False):
             score = (self.pooling.score_pairs if pairs else self.pooling.score)(images, texts)
             if self.uncertainty is None:

@@ -66,12 +66,12 @@ def run_file(recipe: Recipe, source: Source) -> RunFile:
 
 
 def code_of(method: str) -> str:
-    """The digests of the user's modules in the name of a method, and of those that they import from."""
+    """The digests of the modules in the name of a method, and of the user's that they import from."""
     found, names = dict[str, str](), {part.partition(":")[0] for part in modules_of(method)}
     while names:
         module = sys.modules.get(name := names.pop())
         file = getattr(module, "__file__", None)
-        if file and name not in found and not of_library(file):
+        if file and name not in found and (f"{name}:" in method or not of_library(file)):
             found[name] = fingerprint(Path(file))
             names |= {str(getattr(x, "__module__", getattr(x, "__name__", ""))) for x in vars(module).values()}
     return "".join(sorted(found.values()))
